@@ -1,0 +1,37 @@
+"""Build hook: generates the gRPC code of proto/headrace/v1/generation.proto beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class BuildHook(BuildHookInterface):
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        root = Path(self.root)
+        build_data["artifacts"] += [f"/{p.relative_to(root)}" for p in generate(root)]
+
+
+def generate(root: Path) -> list[Path]:
+    """Write *_pb2.py, *_pb2.pyi, *_pb2_grpc.py and *_pb2_grpc.pyi; returns their paths.
+
+    Raises:
+        RuntimeError: protoc failed; its own message is on stderr.
+    """
+    import grpc_tools
+    from grpc_tools import protoc
+
+    folder = root / "proto/headrace/v1"
+    out = str(root / "proto")
+    status = protoc.main([
+        "protoc", f"-I{root / 'proto'}", f"-I{Path(grpc_tools.__file__).parent / '_proto'}",
+        f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}", f"--mypy_grpc_out={out}",
+        str(folder / "generation.proto"),
+    ])
+    if status:
+        raise RuntimeError(f"protoc ended with status {status}")
+    return [folder / f"generation_{end}" for end in ("pb2.py", "pb2.pyi", "pb2_grpc.py", "pb2_grpc.pyi")]

@@ -1,0 +1,1 @@
+"""What router, shard and launcher share. Free of torch and transformers."""

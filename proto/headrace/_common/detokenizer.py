@@ -1,0 +1,101 @@
+"""Token ids to text, step by step: never a broken character, never a lost tail.
+
+Almost every tokenizer maps a token to bytes whatever stands before it, so text is the UTF-8 decoding of the joined
+bytes. `TokenBytes` finds those bytes; `Detokenizer` decodes them incrementally.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"  # the word boundary mark of SentencePiece
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable stand-in of each byte in byte-level BPE vocabularies, as GPT-2 defined it."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {**{chr(b): b for b in plain}, **{chr(256 + i): b for i, b in enumerate(others)}}
+
+
+class TokenBytes:
+    """The bytes of each token. `exact` is False where the decoder is of a kind that cannot be told token by token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
+        self._alphabet = byte_alphabet()
+        self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        kinds = _decoder_kinds(json.loads(tokenizer.to_str()).get("decoder"))
+        self._byte_level = "ByteLevel" in kinds
+        self._sentencepiece = not self._byte_level and bool(kinds & {"ByteFallback", "Metaspace"})
+        self.exact = self._byte_level or self._sentencepiece
+
+    def __call__(self, token_id: int) -> bytes:
+        """Bytes of one token; b"" for an id outside the vocabulary."""
+        data = self._known.get(token_id)
+        if data is None:
+            data = self._known[token_id] = self._find(token_id)
+        return data
+
+    def _find(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        text: str = self._tokenizer.id_to_token(token_id) or ""
+        if self._byte_level:
+            if all(c in self._alphabet for c in text):
+                return bytes(self._alphabet[c] for c in text)
+            return text.encode()
+        if self._sentencepiece:
+            if match := _BYTE_TOKEN.fullmatch(text):
+                return bytes([int(match[1], 16)])
+            return text.replace(_SPACE, " ").encode()
+        decoded: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return decoded.encode()
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
+    if decoder is None:
+        return set()
+    return {decoder["type"]}.union(*(_decoder_kinds(d) for d in decoder.get("decoders", [])))
+
+
+class Detokenizer:
+    """The text of one growing sequence of output tokens. Special tokens add no text."""
+
+    __slots__ = ("_decoder", "_ids", "_sent", "_special", "_tokenizer")
+
+    def __init__(self, token_bytes: TokenBytes, special_ids: frozenset[int]) -> None:
+        self._tokenizer = token_bytes
+        self._special = special_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._ids: list[int] = []  # only where the decoder needs the whole sequence
+        self._sent = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that became whole with this token; may be ""."""
+        if token_id in self._special:
+            return ""
+        if self._tokenizer.exact:
+            return self._decoder.decode(self._tokenizer(token_id))
+        self._ids.append(token_id)
+        text: str = self._tokenizer._tokenizer.decode(self._ids, skip_special_tokens=True)
+        if text.endswith("\ufffd"):
+            return ""
+        piece, self._sent = text[self._sent :], len(text)
+        return piece
+
+    def flush(self) -> str:
+        """What is left at the end: a replacement character for bytes that never became one, else ""."""
+        if self._tokenizer.exact:
+            return self._decoder.decode(b"", final=True)
+        text: str = self._tokenizer._tokenizer.decode(self._ids, skip_special_tokens=True)
+        piece, self._sent = text[self._sent :], len(text)
+        return piece

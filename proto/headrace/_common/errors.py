@@ -1,0 +1,104 @@
+"""Typed errors, and the one table that says what each becomes on HTTP, on gRPC and in a process's exit status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class HeadraceError(Exception):
+    """Base of every error with a meaning for a client or operator; `str(error)` is the message they read."""
+
+
+class InvalidRequest(HeadraceError):
+    """Bad input: names the field, the value and the limit. `field` is the parameter at fault, if one is."""
+
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
+
+
+class AlreadyExists(InvalidRequest):
+    """A request id is used twice within one batch."""
+
+
+class MalformedBody(HeadraceError):
+    """The HTTP body is not JSON."""
+
+
+class UnsupportedMediaType(HeadraceError):
+    """The HTTP body is not declared as JSON."""
+
+
+class BodyTooLarge(HeadraceError):
+    """The HTTP body is over the payload limit."""
+
+
+class NotFound(HeadraceError):
+    """An unknown batch, route or model."""
+
+
+class MethodNotAllowed(HeadraceError):
+    """The route exists, for another HTTP method."""
+
+
+class Unauthorized(HeadraceError):
+    """No valid API key."""
+
+
+class Overloaded(HeadraceError):
+    """No room now; the same request may succeed later."""
+
+
+class TemplateError(HeadraceError):
+    """There is no chat template, or it refused the conversation or failed."""
+
+
+class GenerationFailed(HeadraceError):
+    """The shard failed, or ended the request with an error."""
+
+
+class Incomplete(HeadraceError):
+    """The stream of an accepted request ended without its last token."""
+
+
+class Unhealthy(HeadraceError):
+    """The service cannot serve now."""
+
+
+class StartupError(HeadraceError):
+    """The process cannot start; the message is the one line that the operator reads."""
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """What one kind of error becomes. `native` is TGI's error_type, `openai` the type in OpenAI's envelope."""
+
+    http: int
+    grpc: str
+    native: str
+    openai: str
+    openai_http: int | None = None  # where /v1 answers with another status than the native routes
+
+
+TABLE: dict[type[HeadraceError], Mapping] = {
+    AlreadyExists: Mapping(422, "ALREADY_EXISTS", "validation", "invalid_request_error", 400),
+    InvalidRequest: Mapping(422, "INVALID_ARGUMENT", "validation", "invalid_request_error", 400),
+    MalformedBody: Mapping(400, "INVALID_ARGUMENT", "validation", "invalid_request_error"),
+    UnsupportedMediaType: Mapping(415, "INVALID_ARGUMENT", "validation", "invalid_request_error"),
+    BodyTooLarge: Mapping(413, "RESOURCE_EXHAUSTED", "validation", "invalid_request_error"),
+    NotFound: Mapping(404, "NOT_FOUND", "not_found", "invalid_request_error"),
+    MethodNotAllowed: Mapping(405, "UNIMPLEMENTED", "method_not_allowed", "invalid_request_error"),
+    Unauthorized: Mapping(401, "UNAUTHENTICATED", "authentication", "invalid_request_error"),
+    Overloaded: Mapping(429, "RESOURCE_EXHAUSTED", "overloaded", "overloaded_error"),
+    TemplateError: Mapping(422, "INVALID_ARGUMENT", "template_error", "invalid_request_error", 400),
+    GenerationFailed: Mapping(424, "INTERNAL", "generation", "server_error", 500),
+    Incomplete: Mapping(500, "INTERNAL", "incomplete_generation", "server_error"),
+    Unhealthy: Mapping(503, "UNAVAILABLE", "healthcheck", "server_error"),
+    StartupError: Mapping(500, "FAILED_PRECONDITION", "startup", "server_error"),
+}
+
+
+def mapping(error: HeadraceError) -> Mapping:
+    """The row of the most specific class of `error` that the table has."""
+    return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)

@@ -1,0 +1,123 @@
+"""The model folder: the only form in which router and shards see a model.
+
+    config.json  generation_config.json  tokenizer.json  tokenizer_config.json  chat_template.jinja
+    *.safetensors (with model.safetensors.index.json) or model.gguf
+
+The launcher makes or finds it once; nothing here knows hubs, caches or GGUF metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from headrace._common.errors import StartupError
+
+GGUF_NAME = "model.gguf"
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model folder that was found to hold a readable config and tokenizer."""
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    tokenizer_config: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: str | Path) -> ModelFolder:
+        """Read the folder's JSON files.
+
+        Raises:
+            StartupError: config.json or tokenizer.json is missing, or a file is not JSON; names the file.
+        """
+        folder = Path(path)
+        if not (folder / "config.json").is_file():
+            raise StartupError(f"{folder} is not a model folder: it has no config.json")
+        if not (folder / "tokenizer.json").is_file():
+            raise StartupError(f"{folder} is not a model folder: it has no tokenizer.json")
+        return cls(
+            folder, read_json(folder / "config.json"), read_json(folder / "generation_config.json", missing_ok=True),
+            read_json(folder / "tokenizer_config.json", missing_ok=True),
+        )
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @cached_property
+    def text_config(self) -> dict[str, Any]:
+        """The part of the config that describes the decoder (multimodal configs nest it)."""
+        nested = self.config.get("text_config")
+        return nested if isinstance(nested, dict) else self.config
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every end token, once each, from the generation config, else from the config."""
+        for source in (self.generation_config, self.config, self.text_config):
+            ids = source.get("eos_token_id")
+            if ids is not None:
+                return tuple(dict.fromkeys(ids if isinstance(ids, list) else [ids]))
+        return ()
+
+    @cached_property
+    def max_positions(self) -> int:
+        """Longest sequence, in tokens, that the model was made for; 0 if the config does not say."""
+        return int(self.text_config.get("max_position_embeddings") or self.text_config.get("n_positions") or 0)
+
+    @cached_property
+    def special_texts(self) -> dict[str, str]:
+        """Texts of the named special tokens: bos_token, eos_token, pad_token, unk_token where there are such."""
+        texts = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = self.tokenizer_config.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                texts[name] = text
+        return texts
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The model's chat template (Jinja source): .jinja file, else the older JSON places; None if it has none."""
+        jinja = self.path / "chat_template.jinja"
+        if jinja.is_file():
+            return jinja.read_text("utf-8")
+        for source in (read_json(self.path / "chat_template.json", missing_ok=True), self.tokenizer_config):
+            template = source.get("chat_template")
+            if isinstance(template, list):  # several, named
+                named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+                template = named.get("default")
+            if isinstance(template, str):
+                return template
+        return None
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file whose tensors are this model's weights, if it is of that kind."""
+        path = self.path / GGUF_NAME
+        return path if path.is_file() else None
+
+
+def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
+    """The JSON object in a file; {} if it may be missing and is.
+
+    Raises:
+        StartupError: the file cannot be read, or holds no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        if missing_ok:
+            return {}
+        raise StartupError(f"{path} does not exist") from None
+    except OSError as error:
+        raise StartupError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise StartupError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise StartupError(f"{path} holds no JSON object")
+    return value
