@@ -1,0 +1,1 @@
+"""The launcher: the command line, model resolution, and the processes it starts and watches."""
