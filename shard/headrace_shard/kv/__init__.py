@@ -1,0 +1,1 @@
+"""Paged KV memory: blocks of tokens, and how many of them there are."""

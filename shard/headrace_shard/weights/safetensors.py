@@ -1,0 +1,67 @@
+"""Weights in one or several .safetensors files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from headrace._common.errors import StartupError
+
+INDEX = "model.safetensors.index.json"
+
+
+class SafetensorsWeights:
+    """Tensors of a folder, memory-mapped and read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open every file that the index names, else every .safetensors file of the folder.
+
+        Raises:
+            StartupError: no file, a missing or a damaged one.
+        """
+        self._handles: dict[str, tuple[Path, Any]] = {}
+        for path in weight_files(folder):
+            try:
+                handle = safe_open(str(path), framework="pt")  # type: ignore[no-untyped-call]
+            except (SafetensorError, OSError) as error:
+                raise StartupError(f"cannot read the weights in {path}: {error}") from None
+            for name in handle.keys():  # noqa: SIM118 - not a mapping
+                self._handles[name] = (path, handle)
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._handles)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._handles:
+            raise StartupError(f"the weights have no tensor {name}")
+        path, handle = self._handles[name]
+        try:
+            tensor: torch.Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise StartupError(f"cannot read tensor {name} of {path}: {error}") from None
+        if tuple(tensor.shape) != shape:
+            raise StartupError(f"tensor {name} of {path} has shape {tuple(tensor.shape)}; the config asks for {shape}")
+        return tensor
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder.
+
+    Raises:
+        StartupError: none, or one that the index names is missing.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        missing = [n for n in names if not (folder / n).is_file()]
+        if missing:
+            raise StartupError(f"{index} names {missing[0]}, which is not in the folder")
+        return [folder / n for n in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise StartupError(f"{folder} has no .safetensors weights")
+    return files
