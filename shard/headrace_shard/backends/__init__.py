@@ -1,0 +1,1 @@
+"""Device backends: a handful of fused operations a layer, behind one interface (`base.Backend`)."""

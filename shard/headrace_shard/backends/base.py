@@ -1,0 +1,61 @@
+"""What a device backend supplies. Models are written against this and run on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from headrace_shard.step import StepInput
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of one attention layer. `window`: tokens that a query sees, itself included; None = all before it."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+class Backend(Protocol):
+    """Fused operations over the flat token rows of one step, and the packing of weights for them.
+
+    `x` is the residual stream [tokens, hidden]; weights are what `pack_*` returned.
+    """
+
+    def pack_linear(self, parts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None) -> Any:
+        """Weights [out, in] of one or more linear layers over the same input, run as one."""
+
+    def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Any:
+        """Weight [hidden] of an RMS norm."""
+
+    def pack_embedding(self, weight: torch.Tensor) -> Any:
+        """Embedding table [vocab, hidden]; may be given to `head` too, when the model ties them."""
+
+    def allocate_kv(self, layers: int, blocks: int, shape: AttentionShape) -> None:
+        """Reserve the KV cache: `blocks` blocks, numbers 1..blocks, and the null block."""
+
+    def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:
+        """Prepare what all layers of the step share: rotary angles, gather indices, masks."""
+
+    def embed(self, table: Any) -> torch.Tensor:
+        """Rows of the step's token ids: [tokens, hidden]."""
+
+    def norm_qkv(self, x: torch.Tensor, norm: Any, qkv: Any) -> torch.Tensor:
+        """[tokens, (heads + 2 kv_heads) head_dim]."""
+
+    def attention(self, qkv: torch.Tensor, layer: int, shape: AttentionShape) -> torch.Tensor:
+        """Rotate q and k, write k and v into the cache, attend: [tokens, heads head_dim]."""
+
+    def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Any) -> torch.Tensor:
+        """x plus the projected attention output."""
+
+    def mlp(self, x: torch.Tensor, norm: Any, gate_up: Any, down: Any) -> torch.Tensor:
+        """x plus down(silu(gate) up) of the normed x."""
+
+    def head(self, x: torch.Tensor, norm: Any, head: Any) -> torch.Tensor:
+        """Logits of the rows that the step wants: [logit rows, vocab], float32."""

@@ -1,0 +1,176 @@
+"""The plain torch backend: the fallback for every device and the oracle of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from headrace_shard.backends.base import AttentionShape
+from headrace_shard.kv.blocks import BLOCK_SIZE
+from headrace_shard.step import Chunk, StepInput
+
+Range = np.arange(BLOCK_SIZE, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """weight [out, in], bias [out]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS norm (Zhang and Sennrich 2019): x / rms(x) * weight, computed in float32."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], None, self.epsilon).to(x.dtype) * self.weight
+
+
+@dataclass(frozen=True)
+class ChunkIndices:
+    """A prompt chunk with the places of its whole context in the cache, and its causal mask [length, context]."""
+
+    chunk: Chunk
+    slots: torch.Tensor
+    mask: torch.Tensor
+
+
+class TorchBackend:
+    """Paged attention by gather and batched matrix products; K and V lie as [kv heads, slots, head_dim] a layer."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._k: list[torch.Tensor] = []
+        self._v: list[torch.Tensor] = []
+
+    def pack_linear(self, parts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None) -> Linear:
+        bias = self._move(torch.cat(list(biases))) if biases else None
+        return Linear(self._move(torch.cat(list(parts)) if len(parts) > 1 else parts[0]), bias)
+
+    def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Norm:
+        return Norm(self._move(weight), epsilon)
+
+    def pack_embedding(self, weight: torch.Tensor) -> Linear:
+        return Linear(self._move(weight), None)
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, self.dtype)
+
+    def allocate_kv(self, layers: int, blocks: int, shape: AttentionShape) -> None:
+        size = (shape.kv_heads, (blocks + 1) * BLOCK_SIZE, shape.head_dim)
+        self._k = [self._zeros(size) for _ in range(layers)]
+        self._v = [self._zeros(size) for _ in range(layers)]
+
+    def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
+        """Zeros; on a CPU as pages that the system hands out when they are first written."""
+        if self.device.type != "cpu":
+            return torch.zeros(size, dtype=self.dtype, device=self.device)
+        count = int(np.prod(size)) * self.dtype.itemsize
+        return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(self.dtype).view(size)
+
+    def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:
+        positions = torch.from_numpy(step.positions).to(self.device)
+        angles = positions[:, None].float() * inverse_frequencies
+        self._cos = angles.cos().to(self.dtype)[:, None]  # [tokens, 1, head_dim / 2]
+        self._sin = angles.sin().to(self.dtype)[:, None]
+        self._ids = torch.from_numpy(step.token_ids).to(self.device)
+        self._slots = torch.from_numpy(step.slots).to(self.device)
+        self._wanted = torch.from_numpy(step.logit_rows).to(self.device)
+        self._all_wanted = len(step.logit_rows) == len(step.token_ids)
+        self._decode = len(step.decode_lengths)
+        if self._decode:
+            places = (step.decode_tables.astype(np.int64)[:, :, None] * BLOCK_SIZE + Range).reshape(self._decode, -1)
+            longest = int(step.decode_lengths.max())
+            self._decode_slots = torch.from_numpy(places[:, :longest].reshape(-1)).to(self.device)
+            self._decode_ages = self._ages(step.decode_lengths[:, None] - 1, np.arange(longest)[None])
+        self._chunks = []
+        for chunk in step.chunks:
+            context = chunk.start + chunk.length
+            places = (chunk.table.astype(np.int64)[:, None] * BLOCK_SIZE + Range).reshape(-1)[:context]
+            ages = self._ages(np.arange(chunk.start, context)[:, None], np.arange(context)[None])
+            self._chunks.append(ChunkIndices(chunk, torch.from_numpy(places).to(self.device), ages))
+        self._masks: dict[int | None, list[torch.Tensor]] = {}
+
+    def _ages(self, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor:
+        """How many tokens before each query each key lies; negative: after it."""
+        return torch.from_numpy(queries - keys).to(self.device)
+
+    def _masks_for(self, window: int | None) -> list[torch.Tensor]:
+        """Additive masks of the decode rows (if any), then of each chunk: 0 where a query may look, else -inf."""
+        if window not in self._masks:
+            ages = ([self._decode_ages] if self._decode else []) + [c.mask for c in self._chunks]
+            hidden = [(a < 0) if window is None else (a < 0) | (a >= window) for a in ages]
+            self._masks[window] = [torch.zeros_like(h, dtype=torch.float32).masked_fill_(h, -torch.inf) for h in hidden]
+        return self._masks[window]
+
+    def embed(self, table: Linear) -> torch.Tensor:
+        return table.weight[self._ids]
+
+    def norm_qkv(self, x: torch.Tensor, norm: Norm, qkv: Linear) -> torch.Tensor:
+        return F.linear(norm(x), qkv.weight, qkv.bias)
+
+    def attention(self, qkv: torch.Tensor, layer: int, shape: AttentionShape) -> torch.Tensor:
+        rows = qkv.view(len(qkv), -1, shape.head_dim)
+        rotated = self._rotate(rows[:, : shape.heads + shape.kv_heads])
+        q, k, v = rotated[:, : shape.heads], rotated[:, shape.heads :], rows[:, shape.heads + shape.kv_heads :]
+        k_cache, v_cache = self._k[layer], self._v[layer]
+        k_cache.index_copy_(1, self._slots, k.transpose(0, 1))
+        v_cache.index_copy_(1, self._slots, v.transpose(0, 1))
+        masks = self._masks_for(shape.window)
+        parts = []
+        if self._decode:
+            parts.append(self._attend_decode(q[: self._decode], k_cache, v_cache, masks[0], shape))
+        for one, mask in zip(self._chunks, masks[1 if self._decode else 0 :], strict=True):
+            at = one.chunk.offset
+            parts.append(self._attend_chunk(q[at : at + one.chunk.length], k_cache, v_cache, one.slots, mask, shape))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding (Su et al. 2021) in the half-split layout of `transformers`; x [tokens, heads, head_dim]."""
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = self._cos, self._sin
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def _attend_decode(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, mask: torch.Tensor, shape: AttentionShape
+    ) -> torch.Tensor:
+        """q [rows, heads, head_dim], one query a sequence: [rows, heads head_dim]."""
+        rows, kv, dim = len(q), shape.kv_heads, shape.head_dim
+        k = k_cache.index_select(1, self._decode_slots).view(kv * rows, -1, dim)
+        v = v_cache.index_select(1, self._decode_slots).view(kv * rows, -1, dim)
+        queries = q.reshape(rows, kv, -1, dim).transpose(0, 1).reshape(kv * rows, -1, dim) * dim**-0.5
+        scores = torch.bmm(queries, k.transpose(1, 2)).float().view(kv, rows, -1, k.shape[1])
+        weights = (scores + mask[None, :, None]).softmax(-1).to(q.dtype).view(kv * rows, -1, k.shape[1])
+        return torch.bmm(weights, v).view(kv, rows, -1).transpose(0, 1).reshape(rows, -1)
+
+    def _attend_chunk(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """q [length, heads, head_dim], consecutive queries of one sequence: [length, heads head_dim]."""
+        length, kv, dim = len(q), shape.kv_heads, shape.head_dim
+        k, v = k_cache.index_select(1, slots), v_cache.index_select(1, slots)
+        queries = q.reshape(length, kv, -1, dim).permute(1, 2, 0, 3).reshape(kv, -1, dim) * dim**-0.5
+        scores = torch.bmm(queries, k.transpose(1, 2)).float().view(kv, -1, length, k.shape[1])
+        weights = (scores + mask).softmax(-1).to(q.dtype).view(kv, -1, k.shape[1])
+        return torch.bmm(weights, v).view(kv, -1, length, dim).permute(2, 0, 1, 3).reshape(length, -1)
+
+    def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Linear) -> torch.Tensor:
+        return x + F.linear(attended, projection.weight, projection.bias)
+
+    def mlp(self, x: torch.Tensor, norm: Norm, gate_up: Linear, down: Linear) -> torch.Tensor:
+        gate, up = F.linear(norm(x), gate_up.weight, gate_up.bias).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, down.weight, down.bias)
+
+    def head(self, x: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
+        rows = x if self._all_wanted else x[self._wanted]
+        return F.linear(norm(rows), head.weight, head.bias).float()

@@ -1,0 +1,31 @@
+"""What the rest of a shard knows of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from headrace_shard.backends.base import AttentionShape, Backend
+from headrace_shard.step import StepInput
+from headrace_shard.weights import WeightSource
+
+
+class Model:
+    """A decoder over flat, ragged steps."""
+
+    layers: int
+    vocab_size: int
+    attention: AttentionShape
+
+    def __init__(self, config: dict[str, Any], weights: WeightSource, backend: Backend) -> None:
+        """Read the config and pack the weights.
+
+        Raises:
+            StartupError: the config asks for something that this family has not, or the weights do not fit it.
+        """
+        raise NotImplementedError
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Logits of the rows that the step wants: [logit rows, vocab], float32. Writes the step's K and V."""
+        raise NotImplementedError

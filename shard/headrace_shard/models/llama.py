@@ -1,0 +1,125 @@
+"""Llama and the families of its shape: Mistral, Qwen2, SmolLM.
+
+Grouped-query attention with rotary embedding, RMS norms before each block, SwiGLU feed-forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from headrace._common.errors import StartupError
+from headrace_shard.backends.base import AttentionShape, Backend
+from headrace_shard.models.base import Model
+from headrace_shard.models.rope import inverse_frequencies
+from headrace_shard.step import StepInput
+from headrace_shard.weights import WeightSource
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The part of config.json that this family reads."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    epsilon: float
+    attention: AttentionShape
+    windows: tuple[int | None, ...]  # of each layer
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tied: bool
+
+    @classmethod
+    def read(cls, config: dict[str, Any]) -> LlamaConfig:
+        """Raises StartupError if a field is missing or has a value that this family cannot serve."""
+        try:
+            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+            sizes = int(config["num_hidden_layers"]), hidden, int(config["intermediate_size"]), int(config["vocab_size"])
+        except KeyError as error:
+            raise StartupError(f"config.json has no {error.args[0]}") from None
+        activation = config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise StartupError(f"hidden_act {activation!r} in config.json is not supported; silu is")
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        if heads % kv_heads:
+            raise StartupError(f"num_attention_heads {heads} does not divide by num_key_value_heads {kv_heads}")
+        qwen = config.get("model_type") == "qwen2"
+        bias = bool(config.get("attention_bias", qwen))
+        return cls(
+            *sizes, float(config.get("rms_norm_eps", 1e-6)),
+            AttentionShape(heads, kv_heads, int(config.get("head_dim") or hidden // heads)), _windows(config, sizes[0]),
+            bias, bias and not qwen, bool(config.get("mlp_bias", False)), bool(config.get("tie_word_embeddings", False)),
+        )
+
+
+def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    """The attention window of each layer, None = all that came before."""
+    window = config.get("sliding_window")
+    if window is None or not config.get("use_sliding_window", config.get("model_type") != "qwen2"):
+        return (None,) * layers
+    if kinds := config.get("layer_types"):
+        return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    full = int(config.get("max_window_layers", 0)) if config.get("model_type") == "qwen2" else 0
+    return (None,) * full + (int(window),) * (layers - full)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The packed weights of one layer."""
+
+    attention: AttentionShape
+    attention_norm: Any
+    qkv: Any
+    output: Any
+    mlp_norm: Any
+    gate_up: Any
+    down: Any
+
+
+class LlamaModel(Model):
+    def __init__(self, config: dict[str, Any], weights: WeightSource, backend: Backend) -> None:
+        self.config = LlamaConfig.read(config)
+        self.layers, self.vocab_size, self.attention = self.config.layers, self.config.vocab, self.config.attention
+        self._backend = backend
+        self._frequencies = inverse_frequencies(config, self.attention.head_dim)
+        table = weights.get("model.embed_tokens.weight", (self.config.vocab, self.config.hidden))
+        self._embedding = backend.pack_embedding(table)
+        self._layers = [self._load_layer(weights, i) for i in range(self.layers)]
+        self._norm = backend.pack_norm(weights.get("model.norm.weight", (self.config.hidden,)), self.config.epsilon)
+        tied = self.config.tied or "lm_head.weight" not in weights.names()
+        self._head = self._embedding if tied else backend.pack_embedding(weights.get("lm_head.weight", tuple(table.shape)))
+
+    def _load_layer(self, weights: WeightSource, number: int) -> Layer:
+        c, shape, at = self.config, self.attention, f"model.layers.{number}."
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+
+        def linear(block: str, outs: dict[str, int], columns: int, bias: bool) -> Any:
+            parts = [weights.get(f"{at}{block}.{n}_proj.weight", (rows, columns)) for n, rows in outs.items()]
+            biases = [weights.get(f"{at}{block}.{n}_proj.bias", (rows,)) for n, rows in outs.items()] if bias else None
+            return self._backend.pack_linear(parts, biases)
+
+        def norm(name: str) -> Any:
+            return self._backend.pack_norm(weights.get(f"{at}{name}.weight", (c.hidden,)), c.epsilon)
+
+        return Layer(
+            replace(shape, window=c.windows[number]),
+            norm("input_layernorm"), linear("self_attn", {"q": q, "k": kv, "v": kv}, c.hidden, c.qkv_bias),
+            linear("self_attn", {"o": c.hidden}, q, c.output_bias), norm("post_attention_layernorm"),
+            linear("mlp", {"gate": c.intermediate, "up": c.intermediate}, c.hidden, c.mlp_bias),
+            linear("mlp", {"down": c.hidden}, c.intermediate, c.mlp_bias),
+        )
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        ops = self._backend
+        ops.begin(step, self._frequencies)
+        x = ops.embed(self._embedding)
+        for number, layer in enumerate(self._layers):
+            qkv = ops.norm_qkv(x, layer.attention_norm, layer.qkv)
+            x = ops.output(x, ops.attention(qkv, number, layer.attention), layer.output)
+            x = ops.mlp(x, layer.mlp_norm, layer.gate_up, layer.down)
+        return ops.head(x, self._norm, self._head)

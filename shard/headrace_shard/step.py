@@ -1,0 +1,41 @@
+"""What one forward pass works on: a flat, ragged batch of tokens. Decode rows come first, then prompt chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence: flat rows `offset`..`offset + length`, positions `start`..`start + length`."""
+
+    offset: int
+    length: int
+    start: int
+    table: npt.NDArray[np.int32]  # [blocks] of the sequence, up to its last token
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step's tokens.
+
+    Attributes:
+        token_ids, positions, slots: [tokens]; a slot is the place of the token's K and V in the cache, in tokens.
+        decode_tables: [decode rows, blocks], padded with the null block.
+        decode_lengths: [decode rows] tokens to attend to, the new one included.
+        chunks: the prompt chunks after the decode rows.
+        logit_rows: flat rows whose logits are wanted, ascending.
+    """
+
+    token_ids: Ints
+    positions: Ints
+    slots: Ints
+    decode_tables: npt.NDArray[np.int32]
+    decode_lengths: Ints
+    chunks: tuple[Chunk, ...]
+    logit_rows: Ints
