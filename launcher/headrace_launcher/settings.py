@@ -19,6 +19,8 @@ class LauncherSettings:
     shard_uds_path: str = option("", "prefix of the shards' unix sockets; a private folder if not given")
     master_addr: str = option("localhost", "rendezvous address of shards on several hosts; no effect on one host")
     master_port: int = option(29500, "rendezvous port of shards on several hosts; no effect on one host", minimum=1)
-    graceful_termination_timeout: float = option(90.0, "seconds that running requests get to finish at SIGTERM", flags=("-g",), minimum=0)
+    graceful_termination_timeout: float = option(
+        90.0, "seconds that running requests get to finish at SIGTERM", flags=("-g",), minimum=0
+    )
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")

@@ -1,0 +1,137 @@
+"""The flags of `headrace serve` and `headrace shard`: the union of the three processes' settings, checked together."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from headrace._common import options
+from headrace_launcher import tgi_flags
+from headrace_launcher.settings import LauncherSettings
+from headrace_router.settings import RouterSettings
+from headrace_shard.settings import ShardSettings
+
+# Set by the launcher for its children; nobody types them here.
+INTERNAL = frozenset({"model_folder", "model_sha", "rank", "shard_target"})
+
+# Shards that one group may have. Raise it when the shard process can split a model over several ranks.
+MAX_SHARDS = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be started. `router` is None for a shard group alone."""
+
+    launcher: LauncherSettings
+    shard: ShardSettings
+    router: RouterSettings | None
+
+
+def parameters(with_router: bool) -> list[click.Parameter]:
+    """The click options of the command, hidden ones of other servers included."""
+    made = options.parameters(_union(with_router))
+    positive = click.IntRange(min=1)
+    made.append(click.Option(["--max-input-length"], type=positive, envvar="MAX_INPUT_LENGTH", hidden=True))
+    made.append(click.Option(["--sharded"], type=bool, envvar="SHARDED", hidden=True))
+    return made + tgi_flags.parameters()
+
+
+def plan(given: dict[str, Any], with_router: bool) -> Plan:
+    """Settings of each process from the flags that were given and the environment.
+
+    Raises:
+        click.UsageError: a value is impossible, or two contradict each other; names both.
+    """
+    tgi_flags.warn_of_environment(lambda text: print(f"warning: {text}", file=sys.stderr))
+    given = {**given, "max_input_tokens": _input_limit(given)}
+    values = dataclasses.asdict(options.collect(_union(with_router), given))
+    router = _take(RouterSettings, values) if with_router else None
+    made = Plan(_take(LauncherSettings, values), _take(ShardSettings, values), router)
+    _check_shards(made, given.get("sharded"))
+    _check_limits(made.shard)
+    if made.router is not None:
+        _check_address(made.router)
+    return made
+
+
+def _union(with_router: bool) -> type:
+    """One settings class with every public field of the processes, shared names once."""
+    fields: dict[str, tuple[str, Any, Any]] = {}
+    for cls in (LauncherSettings, *([RouterSettings] if with_router else []), ShardSettings):
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.name not in INTERNAL and field.name not in fields:
+                made = dataclasses.field(default=field.default, metadata=field.metadata)
+                fields[field.name] = (field.name, hints[field.name], made)
+    return dataclasses.make_dataclass("Settings", list(fields.values()), frozen=True)
+
+
+def _take(cls: type[options.S], values: dict[str, Any]) -> options.S:
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: value for name, value in values.items() if name in names})
+
+
+def _input_limit(given: dict[str, Any]) -> int | None:
+    """--max-input-tokens, which older command lines call --max-input-length."""
+    limit: int | None = given.get("max_input_tokens")
+    old: int | None = given.get("max_input_length")
+    if limit is not None and old is not None and limit != old:
+        raise click.UsageError(f"--max-input-tokens {limit} and --max-input-length {old} are two names of one setting")
+    return old if limit is None else limit
+
+
+def _check_shards(made: Plan, sharded: bool | None) -> None:
+    count = made.launcher.num_shard
+    if sharded is False and count > 1:
+        raise click.UsageError(f"--sharded false contradicts --num-shard {count}")
+    if count > MAX_SHARDS:
+        raise click.UsageError(
+            f"--num-shard {count}: tensor parallelism over more than {MAX_SHARDS} shard is not supported yet"
+        )
+    if made.shard.shard_tcp is not None and made.shard.shard_tcp + count - 1 > 65535:
+        raise click.UsageError(f"--shard-tcp {made.shard.shard_tcp}: ports end at 65535")
+
+
+def _check_limits(shard: ShardSettings) -> None:
+    longest, total, room = shard.max_input_tokens, shard.max_total_tokens, shard.max_batch_total_tokens
+    if longest is not None and total is not None and longest >= total:
+        raise click.UsageError(
+            f"--max-input-tokens {longest} must be less than --max-total-tokens {total}: no room would be left for output"
+        )
+    if room is not None and total is not None and room < total:
+        raise click.UsageError(
+            f"--max-batch-total-tokens {room} is less than --max-total-tokens {total}: no longest request would fit"
+        )
+
+
+def _check_address(router: RouterSettings) -> None:
+    if router.port > 65535:
+        raise click.UsageError(f"--port {router.port}: ports end at 65535")
+
+
+def child_environment(plan: Plan) -> dict[str, str]:
+    """The environment of the children: settings reach them by flags, but the API key, which `ps` would show."""
+    classes = (LauncherSettings, RouterSettings, ShardSettings)
+    ours = {options.env_name(field) for cls in classes for field in dataclasses.fields(cls)}
+    env = {name: value for name, value in os.environ.items() if name not in ours}
+    env["PYTHONUNBUFFERED"] = "1"
+    env["PYTHONSAFEPATH"] = "1"  # a file in the working folder must not take the place of a module
+    if plan.router is not None and plan.router.api_key is not None:
+        env["API_KEY"] = plan.router.api_key
+    return env
+
+
+def shard_command(shard: ShardSettings) -> list[str]:
+    """The command line of one shard process."""
+    return [sys.executable, "-m", "headrace_shard", *options.to_flags(shard)]
+
+
+def router_command(router: RouterSettings) -> list[str]:
+    """The command line of the router process; its API key comes by the environment."""
+    return [sys.executable, "-m", "headrace_router", *options.to_flags(dataclasses.replace(router, api_key=None))]

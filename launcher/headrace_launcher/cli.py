@@ -1,0 +1,123 @@
+"""The command line. Light on imports: what a command needs beyond settings is imported when it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from typing import Any
+
+import click
+
+from headrace import __version__
+from headrace._common import logs, options
+from headrace_launcher import arguments
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "auto_envvar_prefix": None}
+
+
+def _serve(**given: Any) -> int:
+    from headrace_launcher.serve import serve
+
+    return serve(arguments.plan(given, with_router=True))
+
+
+def _shard(**given: Any) -> int:
+    from headrace_launcher.serve import serve
+
+    return serve(arguments.plan(given, with_router=False))
+
+
+def _print_env(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        from headrace_launcher import doctor
+
+        for line in doctor.runtime_information():
+            click.echo(line)
+        context.exit()
+
+
+def _group_parameters(with_router: bool) -> list[click.Parameter]:
+    env = click.Option(
+        ["-e", "--env"], is_flag=True, is_eager=True, expose_value=False, callback=_print_env,
+        help="print versions and the machine, then exit",
+    )
+    version = click.version_option(__version__, prog_name="headrace")(click.Command("version")).params[0]
+    return [*arguments.parameters(with_router), env, version]
+
+
+serve_command = click.Command(
+    "serve", callback=_serve, params=_group_parameters(True), context_settings=_CONTEXT,
+    help="Serve a model over HTTP: start its shards and the router, watch them, and stop them in order.",
+)
+
+shard_command = click.Command(
+    "shard", callback=_shard, params=_group_parameters(False), context_settings=_CONTEXT,
+    help="Serve a model over gRPC alone: a shard group without a router.",
+)
+
+
+@click.group(context_settings=_CONTEXT)
+@click.version_option(__version__, prog_name="headrace")
+def headrace() -> None:
+    """Headrace, a server for large language models."""
+
+
+@headrace.command()
+@click.argument("prompt", required=False)
+@click.option("--url", help="the server [default http://127.0.0.1:$PORT, 3000]")
+@click.option("--api-key", help="its key [env API_KEY]")
+@click.option("--system", help="system message")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="longest answer, in tokens")
+def chat(prompt: str | None, url: str | None, api_key: str | None, system: str | None, max_tokens: int | None) -> int:
+    """Talk to a running server; with PROMPT, ask once and end."""
+    from headrace_launcher import chat as client
+
+    url = url or f"http://127.0.0.1:{os.environ.get('PORT') or 3000}"
+    return client.run(client.Client(url, api_key or os.environ.get("API_KEY"), max_tokens), system, prompt)
+
+
+@headrace.command()
+@click.option("--model-id", default="", help="hub id, folder or .gguf file; the default model if not given")
+@click.option("--revision", help="branch, tag or commit of a hub model")
+@click.option("--huggingface-hub-cache", help="cache folder of hub models")
+def resolve(model_id: str, revision: str | None, huggingface_hub_cache: str | None) -> int:
+    """Download, check and convert a model, and print its model folder."""
+    from headrace._common.errors import StartupError
+    from headrace_launcher.models.resolve import resolve as find
+    from headrace_launcher.private import CacheProvider
+
+    logs.setup("launcher")
+    log = logging.getLogger(__name__)
+    try:
+        with contextlib.ExitStack() as stack:
+            caches = CacheProvider(stack, log.warning)
+            click.echo(find(model_id, revision, huggingface_hub_cache, caches, log.info).folder)
+    except StartupError as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
+    return 0
+
+
+@headrace.command()
+@click.option("--port", type=click.IntRange(0, 65535), default=3000, help="HTTP port to look at")
+def doctor(port: int) -> int:
+    """Check what a server needs on this machine, one line each."""
+    from headrace_launcher import doctor as checks
+
+    return checks.run(port)
+
+
+headrace.add_command(serve_command)
+headrace.add_command(shard_command)
+
+
+def main() -> None:
+    """Entry point of `headrace`."""
+    sys.exit(options.run(headrace, prog_name="headrace"))
+
+
+def launcher_main() -> None:
+    """Entry point of `headrace-launcher` and `python -m headrace_launcher`."""
+    sys.exit(options.run(serve_command, prog_name="headrace-launcher"))

@@ -1,0 +1,93 @@
+"""`headrace serve` and `headrace shard`: from checked settings to running processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+from headrace._common import logs
+from headrace._common.errors import HeadraceError
+from headrace_launcher import sockets
+from headrace_launcher.arguments import Plan
+from headrace_launcher.children import json_line
+from headrace_launcher.models.resolve import Resolved, resolve
+from headrace_launcher.private import CacheProvider, private_folder, run_base
+from headrace_launcher.supervisor import Started, Supervisor
+
+log = logging.getLogger(__name__)
+
+
+def serve(plan: Plan) -> int:
+    """Run until a signal or a failure; returns the exit status. The last line on stderr says why it failed."""
+    began = time.monotonic()
+    logs.setup("launcher", plan.launcher.log_level, plan.launcher.json_output)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with contextlib.ExitStack() as stack:
+            plan = _check_ports(plan)
+            prefix = plan.launcher.shard_uds_path
+            if prefix:
+                prefix = os.path.abspath(prefix)
+                sockets.prepare_prefix(prefix, plan.launcher.num_shard)
+            else:
+                prefix = str(stack.enter_context(private_folder(run_base())) / "shard")
+            model = find_model(plan, stack)
+            asyncio.run(Supervisor(plan, model, prefix, functools.partial(_announce, plan), began).run())
+    except HeadraceError as error:
+        complain(str(error), plan.launcher.json_output)
+        return 1
+    except KeyboardInterrupt:
+        log.info("stopped before anything was started")
+    return 0
+
+
+def find_model(plan: Plan, stack: contextlib.ExitStack) -> Resolved:
+    """The model folder; what had to go to a temporary folder is removed when `stack` closes."""
+    settings = plan.launcher
+    caches = CacheProvider(stack, log.warning)
+    return resolve(settings.model_id, settings.revision, settings.huggingface_hub_cache, caches, log.info)
+
+
+def complain(text: str, as_json: bool) -> None:
+    """The one line that says why the process ends, whatever the log level."""
+    line = " ".join(text.split())
+    with contextlib.suppress(OSError):
+        print(json_line("ERROR", "launcher", line) if as_json else f"error: {line}", file=sys.stderr, flush=True)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _check_ports(plan: Plan) -> Plan:
+    """The plan with a definite HTTP port, after a look at whether every port is free."""
+    if plan.shard.shard_tcp is not None:
+        for rank in range(plan.launcher.num_shard):
+            sockets.check_port("127.0.0.1", plan.shard.shard_tcp + rank, "--shard-tcp")
+    router = plan.router
+    if router is None:
+        return plan
+    if not sockets.is_loopback(router.hostname) and router.api_key is None:
+        log.warning("listening on %s without --api-key: all who reach it can use the model", router.hostname)
+    port = sockets.check_port(router.hostname, router.port, "--port")
+    return dataclasses.replace(plan, router=dataclasses.replace(router, port=port))
+
+
+def _announce(plan: Plan, started: Started) -> None:
+    """Print the one line on stdout that says that the service is ready."""
+    where = started.router_url or started.shard_target
+    if started.router_url is None and plan.shard.shard_tcp is not None:
+        where += f" and 127.0.0.1:{plan.shard.shard_tcp}"
+    text = f"{started.model} is served at {where} (ready after {started.seconds:.1f} s: {started.breakdown})"
+    if plan.launcher.json_output:
+        text = json_line("INFO", "launcher", text, url=where, seconds=round(started.seconds, 3))
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
