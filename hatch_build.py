@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ def generate(root: Path) -> list[Path]:
 
     folder = root / "proto/headrace/v1"
     out = str(root / "proto")
+    # protoc finds its plugins by PATH, which lacks the environment's own programs when that is not activated.
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     status = protoc.main([
         "protoc", f"-I{root / 'proto'}", f"-I{Path(grpc_tools.__file__).parent / '_proto'}",
         f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}", f"--mypy_grpc_out={out}",
@@ -35,3 +39,7 @@ def generate(root: Path) -> list[Path]:
     if status:
         raise RuntimeError(f"protoc ended with status {status}")
     return [folder / f"generation_{end}" for end in ("pb2.py", "pb2.pyi", "pb2_grpc.py", "pb2_grpc.pyi")]
+
+
+if __name__ == "__main__":
+    generate(Path(__file__).resolve().parent)

@@ -102,7 +102,7 @@ def _check_limits(shard: ShardSettings) -> None:
     longest, total, room = shard.max_input_tokens, shard.max_total_tokens, shard.max_batch_total_tokens
     if longest is not None and total is not None and longest >= total:
         raise click.UsageError(
-            f"--max-input-tokens {longest} must be less than --max-total-tokens {total}: no room would be left for output"
+            f"--max-input-tokens {longest} must be less than --max-total-tokens {total}: there must be room for output"
         )
     if room is not None and total is not None and room < total:
         raise click.UsageError(

@@ -19,7 +19,8 @@ from headrace_launcher.private import CacheProvider, locked, new_folder
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 _CONVERT = (
     "import sys; from transformers import AutoTokenizer; "
-    "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False, local_files_only=True).save_pretrained(sys.argv[2])"
+    "made = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False, local_files_only=True); "
+    "made.save_pretrained(sys.argv[2])"
 )
 _CONVERT_SECONDS = 300
 
@@ -61,7 +62,7 @@ def _what_else(path: Path) -> str:
 
 
 def _with_converted_tokenizer(path: Path, caches: CacheProvider, say: Callable[[str], None]) -> Path:
-    """A derived folder: links to the files of `path`, and the tokenizer.json that transformers makes of the slow one."""
+    """A derived folder: links to the files of `path`, and the tokenizer.json that transformers makes for it."""
     stamps = [f"{p.name} {p.stat().st_size} {int(p.stat().st_mtime)}" for p in sorted(path.iterdir())]
     key = hashlib.sha256("\n".join([str(path.resolve()), *stamps]).encode()).hexdigest()[:16]
     name = f"{path.name}-{key}"

@@ -60,7 +60,8 @@ def _special_ids(header: Header) -> dict[str, Any]:
         return header.metadata.get(f"tokenizer.ggml.{name}_token_id")
 
     ends = list(dict.fromkeys(i for i in (of("eos"), of("eot")) if i is not None))
-    ids = {"bos_token_id": of("bos"), "eos_token_id": ends[0] if len(ends) == 1 else ends or None, "pad_token_id": of("padding")}
+    end = ends[0] if len(ends) == 1 else ends or None
+    ids = {"bos_token_id": of("bos"), "eos_token_id": end, "pad_token_id": of("padding")}
     return {name: value for name, value in ids.items() if value is not None}
 
 
@@ -103,7 +104,7 @@ def _llama3_scaling(header: Header, made: dict[str, Any]) -> dict[str, Any]:
     }
     expected = llama3_divisors(made["rope_theta"], made["head_dim"], scaling)
     if len(expected) != len(divisors) or any(abs(a - b) > 1e-3 * b for a, b in zip(divisors, expected, strict=True)):
-        raise StartupError(f"{header.path}: its rope_freqs.weight are not those of Llama 3.1's scaling; that is not supported")
+        raise StartupError(f"{header.path}: its rope_freqs.weight are not Llama 3.1's; that is not supported")
     return scaling
 
 

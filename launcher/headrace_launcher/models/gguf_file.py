@@ -39,7 +39,7 @@ def resolve(path: Path, caches: CacheProvider, say: Callable[[str], None]) -> Pa
 
 
 def _folder_name(path: Path) -> str:
-    """A name that changes with the file: it holds a digest of path, size and time (whole seconds: archives keep those)."""
+    """A name with a digest of the file's path, size and time (in whole seconds: archives keep those)."""
     try:
         stat = path.stat()
     except OSError as error:

@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata and the table of tensors.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package's reader builds an array object
-for each string of the vocabulary, which takes seconds; this one reads the values alone and checks that the file is whole.
+for each string of the vocabulary, which takes seconds; this one reads the values and checks that the file is whole.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def tokenizer_config(header: Header) -> dict[str, Any]:
 
 
 def adds_bos(header: Header) -> bool:
-    """Whether a prompt starts with the bos token; a file that does not say follows its model's habit, as in llama.cpp."""
+    """Whether prompts start with the bos token; a file that does not say follows its model's habit, as in llama.cpp."""
     meta = header.metadata
     pre = PRE_TOKENIZERS.get(meta.get("tokenizer.ggml.pre", ""))
     habit = meta.get("tokenizer.ggml.model") == "llama" or pre == _LLAMA3

@@ -43,7 +43,7 @@ def download(
     except errors.RevisionNotFoundError:
         raise StartupError(f"{model_id} has no revision {revision}") from None
     except errors.RepositoryNotFoundError:
-        raise StartupError(f"there is no model {model_id} on the hub and no such folder here, or HF_TOKEN is needed") from None
+        raise StartupError(f"no model {model_id} on the hub and no such folder here, or HF_TOKEN is needed") from None
     except errors.LocalEntryNotFoundError:
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise StartupError(
