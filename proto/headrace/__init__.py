@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 _LAZY = {"Intermediate": "headrace._common.intermediate", "Token": "headrace._common.intermediate"}
 
-__all__ = ["Intermediate", "Token", "__version__"]  # noqa: F822 - provided by __getattr__
+__all__ = ["Intermediate", "Token", "__version__"]
 
 
 def __getattr__(name: str) -> object:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one request = one text; its thread pool would only be in the way
 
-from tokenizers import Tokenizer as _Tokenizer  # noqa: E402
+from tokenizers import Tokenizer as _Tokenizer
 
-from headrace._common.detokenizer import TokenBytes  # noqa: E402
-from headrace._common.errors import StartupError  # noqa: E402
+from headrace._common.detokenizer import TokenBytes
+from headrace._common.errors import StartupError
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.longest: int = max((len(text) for text in self._tokenizer.get_vocab()), default=1)
+        """Characters of the longest token: a text of n characters has at least n / longest tokens."""
         self.bytes_of = TokenBytes(self._tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -26,10 +26,10 @@ class SafetensorsWeights:
         self._handles: dict[str, tuple[Path, Any]] = {}
         for path in weight_files(folder):
             try:
-                handle = safe_open(str(path), framework="pt")  # type: ignore[no-untyped-call]
+                handle = safe_open(str(path), framework="pt")
             except (SafetensorError, OSError) as error:
                 raise StartupError(f"cannot read the weights in {path}: {error}") from None
-            for name in handle.keys():  # noqa: SIM118 - not a mapping
+            for name in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a mapping
                 self._handles[name] = (path, handle)
 
     def names(self) -> frozenset[str]:

@@ -1,0 +1,56 @@
+"""`python -m headrace_shard`: one shard process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+import click
+
+from headrace._common import logs, options
+from headrace._common.errors import StartupError
+from headrace._common.process import die_with_parent
+from headrace_shard.settings import ShardSettings
+
+
+def run(**given: Any) -> int:
+    """Serve headrace.v1.Generation for one rank of a shard group."""
+    settings = options.collect(ShardSettings, given)
+    logs.setup(f"shard {settings.rank}", settings.log_level, settings.json_output)
+    log = logging.getLogger(__name__)
+    begin = time.perf_counter()
+    if not settings.model_folder:
+        raise click.UsageError("--model-folder is missing: the folder with config, tokenizer and weights")
+    if settings.num_shard != 1 or settings.rank != 0:
+        raise click.UsageError(f"--rank {settings.rank} of --num-shard {settings.num_shard}: this shard runs alone, as rank 0 of 1")
+    # Checked before torch is imported, which takes seconds.
+    from headrace_shard.sockets import check_socket, socket_path
+
+    path = socket_path(settings)
+    try:
+        check_socket(path)
+    except StartupError as error:
+        log.error("%s", error)
+        return 1
+
+    def cleanup() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    die_with_parent(cleanup)
+    from headrace_shard import server
+
+    return server.run(settings, path, time.perf_counter() - begin)
+
+
+def main() -> None:
+    command = click.Command("headrace-shard", params=options.parameters(ShardSettings), callback=run, help=run.__doc__)
+    sys.exit(options.run(command))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""The executor: one thread that runs step after step.
+
+One step, in order:
+
+1. boundary: take in what clients asked for meanwhile (new calls, Filter, Clear, cancels), end the calls that are
+   done, start the ones that waited, hand over the last step's results;
+2. plan: decode rows first, then prompt chunks (`scheduler`);
+3. forward: one pass of the model over the flat batch of tokens;
+4. sample: one token for each row that is complete;
+5. finish: append the tokens, see which requests have ended.
+
+Nothing outside this thread touches batches, rows or blocks; everything comes in through `post`, and goes out through
+`deliver`, once per boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from headrace._common.errors import HeadraceError
+from headrace_shard.batch import RunningBatch
+from headrace_shard.calls import BatchTable, Call
+from headrace_shard.kv.blocks import BlockManager
+from headrace_shard.requests import EOS_TOKEN, ERROR, LENGTH, STOP_TOKEN, Detail, StepResult, Timings
+from headrace_shard.sampling.sampler import Choice, Row, choose
+from headrace_shard.scheduler import Plan, Scheduler
+from headrace_shard.step import StepInput
+
+T = TypeVar("T")
+Delivery = list[tuple[Call, StepResult | HeadraceError]]
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """The model as the executor sees it."""
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Logits [logit rows, vocab], float32."""
+
+
+class Executor:
+    """Owns the running batch. Thread-safe: `post`, `submit`, `wake`, `stuck`, `stop`; all else is the thread's own."""
+
+    def __init__(
+        self, runner: Runner, rows: RunningBatch, blocks: BlockManager, *, eos_ids: frozenset[int], vocab_size: int,
+        max_step_tokens: int, batch_lease: float, deliver: Callable[[Delivery], None], step_deadline: float,
+    ) -> None:
+        """`deliver` is called from the executor's thread; `step_deadline`: seconds after which a step counts as hung."""
+        self._runner, self._rows, self._deliver = runner, rows, deliver
+        self._table = BatchTable(rows, blocks, batch_lease)
+        self._scheduler = Scheduler(self._table, max_step_tokens)
+        self._eos_ids = tuple(sorted(eos_ids))
+        self._is_eos = np.zeros(vocab_size, dtype=bool)
+        self._is_eos[[i for i in self._eos_ids if i < vocab_size]] = True
+        self._step_deadline = step_deadline
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wakeup = threading.Event()
+        self._busy_since = math.inf
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
+
+    # other threads
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step at work."""
+        self._stopping = True
+        self._wakeup.set()
+
+    def wake(self) -> None:
+        """Look again: a client has read."""
+        self._wakeup.set()
+
+    def submit(self, call: Call) -> None:
+        """Start a Prefill or Decode at the next boundary."""
+        self._post(lambda: self._table.submit(call, time.monotonic()))
+
+    def cancel(self, call: Call) -> None:
+        self._post(lambda: self._table.cancel(call, time.monotonic()))
+
+    def filter(self, batch_id: int, owner: str, keep: list[int]) -> Future[int]:
+        """At the next boundary; gives the number of requests left."""
+        return self._ask(lambda: self._table.filter(batch_id, owner, keep, time.monotonic()))
+
+    def clear(self, batch_id: int, owner: str) -> Future[int]:
+        """At the next boundary; gives the number of batches freed."""
+        return self._ask(lambda: self._table.clear(batch_id, owner, time.monotonic()))
+
+    def stuck(self) -> str | None:
+        """Why the executor is not healthy, or None."""
+        if not self._thread.is_alive():
+            return "the executor has ended"
+        seconds = time.monotonic() - self._busy_since
+        if seconds > self._step_deadline:
+            return f"the executor is in one step for {seconds:.0f} s"
+        return None
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.append(action)
+        self._wakeup.set()
+
+    def _ask(self, action: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(action())
+            except HeadraceError as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    # the thread
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._stopping:
+                self._wakeup.clear()
+                self._boundary()
+                plan = self._scheduler.plan()
+                if plan is None:
+                    # Planning may have preempted requests; what that ends may let a waiting call start.
+                    if not self._boundary():
+                        self._wakeup.wait(self._until_next_lease())
+                    continue
+                self._busy_since = time.monotonic()
+                self._step(plan)
+                self._busy_since = math.inf
+
+    def _until_next_lease(self) -> float | None:
+        at = self._table.next_expiry()
+        return None if at == math.inf else max(0.0, at - time.monotonic())
+
+    def _boundary(self) -> bool:
+        """Returns whether anything was handed over."""
+        now = time.monotonic()
+        self._table.settle(now)
+        while self._inbox:
+            self._inbox.popleft()()
+        self._table.start_pending(now)
+        self._table.expire(now)
+        delivery = self._table.flush()
+        if delivery:
+            self._deliver(delivery)
+        return bool(delivery)
+
+    def _step(self, plan: Plan) -> None:
+        begin = time.perf_counter()
+        self._table.step += 1
+        sampled = begin
+        try:
+            logits = self._runner.forward(plan.input)
+            sampled = time.perf_counter()
+            self._score_prompts(plan, logits)
+            choice = self._choose(plan, logits)
+        except RuntimeError as error:  # torch's own: out of memory, a shape that does not fit
+            log.exception("step %d failed", self._table.step)
+            self._fail(plan, f"the step failed: {error}")
+            return
+        end = time.perf_counter()
+        timings = Timings(sampled - begin, end - sampled, 0.0, plan.decode_tokens, plan.prefill_tokens)
+        self._finish(plan, choice)
+        timings.total = time.perf_counter() - begin
+        self._scheduler.pace.learn(timings)
+        for batch in self._table.at_work():
+            if batch.call and batch.call.result:
+                batch.call.result.timings = timings
+
+    def _choose(self, plan: Plan, logits: torch.Tensor) -> Choice:
+        if len(plan.sample_at) < len(logits):
+            logits = logits[torch.from_numpy(plan.sample_at)]
+        return choose(logits, [self._sampling_row(slot) for slot in plan.sampled.tolist()])
+
+    def _sampling_row(self, slot: int) -> Row:
+        rows = self._rows
+        request = rows.request(slot)
+        prompt, known = int(rows.prompt[slot]), int(rows.known[slot])
+        forbidden = () if known - prompt >= request.min_new else (*self._eos_ids, *request.stop_ids)
+        tokens = rows.tokens[slot]
+        return Row(request.params, tokens[:prompt], tokens[prompt:known], known - prompt, forbidden, request.top_n)
+
+    def _score_prompts(self, plan: Plan, logits: torch.Tensor) -> None:
+        """Log probabilities of prompt tokens, collected until the first token goes out."""
+        for part in plan.scores:
+            rows = logits[part.at : part.at + part.count]
+            tokens = self._rows.tokens[part.slot, part.start + 1 : part.start + 1 + part.count].astype(np.int64)
+            picked = rows.gather(1, torch.from_numpy(tokens).to(rows.device)[:, None])[:, 0]
+            self._rows.prompt_scores[part.slot] += (picked - rows.logsumexp(-1)).tolist()
+
+    def _finish(self, plan: Plan, choice: Choice) -> None:
+        """Append the tokens to their rows, write the batches' results, free what has ended."""
+        rows, table = self._rows, self._table
+        rows.computed[plan.slots] += plan.counts
+        slots, tokens = plan.sampled, choice.tokens
+        rows.tokens[slots, np.minimum(rows.known[slots], rows.max_tokens - 1)] = tokens
+        rows.known[slots] += 1
+        generated = rows.known[slots] - rows.prompt[slots]
+        eos = self._is_eos[tokens] & rows.ends_at_eos[slots]
+        full = (generated >= rows.max_new[slots]) | (rows.known[slots] >= rows.max_tokens)
+        reasons = np.where(choice.failed, ERROR, np.where(eos, EOS_TOKEN, np.where(full, LENGTH, 0)))
+        ids, owners, logprobs = rows.ids[slots], rows.batch[slots], choice.logprobs
+        for batch in table.at_work():
+            result = batch.call and batch.call.result
+            mine = np.nonzero((owners == batch.id) & ~choice.failed)[0]
+            if len(mine):
+                result = table.result_of(batch)
+                result.request_ids = ids[mine].tolist()
+                result.token_ids = tokens[mine].tolist()
+                result.logprobs = logprobs[mine].tolist()
+            elif bool((rows.batch[plan.slots] == batch.id).any()):
+                result = table.result_of(batch)
+            if batch.call and result:
+                batch.call.steps += 1
+                if batch.call.waiting:
+                    batch.call.waiting.difference_update(slots[mine].tolist())
+        for at in np.nonzero((reasons > 0) | rows.special[slots])[0].tolist():
+            self._detail(int(slots[at]), int(tokens[at]), int(reasons[at]), choice.top.get(at))
+
+    def _detail(self, slot: int, token: int, reason: int, top: tuple[list[int], list[float]] | None) -> None:
+        """More about one row that asked for it or has ended; frees the row if it has."""
+        rows = self._rows
+        request, prompt = rows.request(slot), int(rows.prompt[slot])
+        if token in request.stop_ids and reason in (0, LENGTH):
+            reason = STOP_TOKEN
+        generated = int(rows.known[slot]) - prompt
+        detail = Detail(
+            request.id, reason, token=token, top=top, seed=request.params.seed if request.params.sampled else 0,
+            prompt_tokens=prompt, generated_tokens=generated, detokenizer=request.detokenizer,
+        )
+        if request.prompt_logprobs and generated == 1:
+            scores = [math.nan, *rows.prompt_scores[slot]]
+            detail.prompt_logprobs = (rows.tokens[slot, :prompt].tolist(), scores)
+        if reason == ERROR:
+            detail.token, detail.generated_tokens = None, generated - 1
+            detail.message = "the model's logits are not finite numbers"
+        if reason or detail.top or detail.detokenizer or detail.prompt_logprobs:
+            batch = self._table.batches[int(rows.batch[slot])]
+            self._table.result_of(batch).details.append(detail)
+        if reason:
+            self._table.drop(slot)
+
+    def _fail(self, plan: Plan, message: str) -> None:
+        """End every request of a step that could not be run."""
+        for slot in plan.slots.tolist():
+            batch = self._table.batches[int(self._rows.batch[slot])]
+            result = self._table.result_of(batch)
+            request = self._rows.request(slot)
+            result.details.append(Detail(request.id, ERROR, message))
+            self._table.drop(slot)
+        for batch in self._table.at_work():
+            if batch.call and batch.call.result:
+                batch.call.steps += 1
