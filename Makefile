@@ -71,7 +71,7 @@ chat: $(VENV)/.headrace-project ## talk to the server that runs on PORT
 
 lint: $(VENV)/.headrace-project $(GENERATED) ## ruff and mypy over the tree
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy hatch_build.py proto launcher router shard tests $(wildcard bench/*.py examples/*.py)
 
 test: $(VENV)/.headrace-model $(GENERATED) lint ## lint, then the test suite
 	$(BIN)/python -m pytest $(ARGS)
