@@ -15,7 +15,9 @@ class RouterSettings:
     model_folder: str = option("", "folder with config and tokenizer, as the launcher resolves it", env=None)
     model_id: str = option("", "name under which the model is served")
     model_sha: str | None = option(None, "commit of the model's revision, shown in /info", env=None)
-    shard_target: str = option("", "gRPC address of the leading shard: unix:PATH or HOST:PORT", env="HEADRACE_SHARD_TARGET")
+    shard_target: str = option(
+        "", "gRPC address of the leading shard: unix:PATH or HOST:PORT", env="HEADRACE_SHARD_TARGET",
+    )
     hostname: str = option("127.0.0.1", "address to listen on", env="HEADRACE_HOSTNAME")
     port: int = option(3000, "HTTP port", flags=("-p",), minimum=0)
     api_key: str | None = option(None, "clients must send it as `Authorization: Bearer KEY`")
@@ -23,15 +25,27 @@ class RouterSettings:
     max_best_of: int = option(2, "largest `best_of`", minimum=1)
     max_stop_sequences: int = option(4, "most stop strings of a request", minimum=0)
     max_top_n_tokens: int = option(5, "largest `top_n_tokens`", minimum=0)
-    max_input_tokens: int | None = option(None, "longest prompt, in tokens; one less than --max-total-tokens if not given", minimum=1)
-    max_total_tokens: int | None = option(None, "longest prompt plus output, in tokens; the model's own if not given", minimum=2)
-    max_batch_prefill_tokens: int | None = option(None, "token budget of one step; the shard's own if not given", minimum=1)
-    max_batch_size: int | None = option(None, "requests that run at once; the shard's own limit if not given", minimum=1)
+    max_input_tokens: int | None = option(
+        None, "longest prompt, in tokens; one less than --max-total-tokens if not given", minimum=1,
+    )
+    max_total_tokens: int | None = option(
+        None, "longest prompt plus output, in tokens; the model's own if not given", minimum=2,
+    )
+    max_batch_prefill_tokens: int | None = option(
+        None, "token budget of one step; the shard's own if not given", minimum=1,
+    )
+    max_batch_size: int | None = option(
+        None, "requests that run at once; the shard's own limit if not given", minimum=1,
+    )
     max_client_batch_size: int = option(4, "most prompts in one /v1/completions call", minimum=1)
     payload_limit: int = option(2_000_000, "largest request body, in bytes", minimum=1)
     validation_workers: int = option(2, "tokenizer threads", minimum=1)
     enable_prefill_logprobs: bool = option(False, "answer `decoder_input_details` with the prompt's log probabilities")
-    tokenizer_config_path: str | None = option(None, "file with the chat template to use: tokenizer_config.json or .jinja")
-    graceful_termination_timeout: float = option(90.0, "seconds that running requests get to finish at SIGTERM", flags=("-g",), minimum=0)
+    tokenizer_config_path: str | None = option(
+        None, "file with the chat template to use: tokenizer_config.json or .jinja",
+    )
+    graceful_termination_timeout: float = option(
+        90.0, "seconds that running requests get to finish at SIGTERM", flags=("-g",), minimum=0,
+    )
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")

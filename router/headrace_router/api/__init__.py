@@ -1,0 +1,1 @@
+"""The HTTP surface: JSON into `GenerateRequest`, tokens into each API's shapes. No policy."""

@@ -1,0 +1,64 @@
+"""Errors as HTTP answers: TGI's flat body on native routes, OpenAI's envelope on /v1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from headrace._common.errors import (
+    GenerationFailed,
+    HeadraceError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    Unauthorized,
+    mapping,
+)
+
+NATIVE_PREFIXES: dict[type[HeadraceError], str] = {
+    InvalidRequest: "Input validation error: ", GenerationFailed: "Request failed during generation: ",
+}
+
+
+def is_openai(path: str) -> bool:
+    """Does this route speak OpenAI's API?"""
+    return path.startswith("/v1/")
+
+
+def native_body(error: HeadraceError) -> dict[str, Any]:
+    """`{"error", "error_type"}`, with TGI's words before the message."""
+    prefix = next((text for kind, text in NATIVE_PREFIXES.items() if isinstance(error, kind)), "")
+    return {"error": f"{prefix}{error}", "error_type": mapping(error).native}
+
+
+def openai_body(error: HeadraceError) -> dict[str, Any]:
+    """OpenAI's error envelope."""
+    field = error.field if isinstance(error, InvalidRequest) else None
+    code = error.code if isinstance(error, InvalidRequest) else None
+    if isinstance(error, Unauthorized):
+        code = "invalid_api_key"
+    return {"error": {"message": str(error), "type": mapping(error).openai, "param": field, "code": code}}
+
+
+def answer(path: str, error: HeadraceError) -> web.Response:
+    """The whole HTTP answer."""
+    row = mapping(error)
+    if is_openai(path):
+        status, body = row.openai_http or row.http, openai_body(error)
+    else:
+        status, body = row.http, native_body(error)
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    return web.Response(
+        body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers
+    )
+
+
+def from_http(error: web.HTTPException) -> HeadraceError | None:
+    """aiohttp's own refusals as errors of ours; None for what is no error or has no row."""
+    if error.status == 404:
+        return NotFound("there is no such route")
+    if error.status == 405:
+        return MethodNotAllowed("this route exists, for another method")
+    return None

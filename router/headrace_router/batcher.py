@@ -1,0 +1,415 @@
+"""The loop between the queue and one shard group.
+
+One step in order:
+
+1. `submit` makes an `Entry`, puts it into the queue and wakes `_schedule`.
+2. `_schedule` tells the shard who has left (`_filter`), then takes as many waiting requests as there are places and
+   sends them with Prefill, the next Decode right behind it (`_admit`): the device never waits for the router.
+3. `_read` reads the calls in the order in which they were made, each to its end.
+4. `_dispatch` turns the packed columns of each Step into tokens: detokenize, look for stop strings, put into the
+   stream of the request. Who is preempted goes back to the head of the queue.
+5. `_after` says what follows when a call ends; see there.
+
+All of it runs on one event loop; only `_filter` waits between reading and changing the state, and while it does
+nothing is admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import grpc
+import grpc.aio
+
+from headrace._common.errors import GenerationFailed, HeadraceError, InvalidRequest
+from headrace._common.tokenizing import Tokenizer
+from headrace.v1 import generation_pb2 as pb
+from headrace_router.calls import Call
+from headrace_router.dispatch import read_top, send_last, send_token
+from headrace_router.entry import Entry
+from headrace_router.limits import Limits
+from headrace_router.metrics import Metrics
+from headrace_router.queue import RequestQueue
+from headrace_router.shard_client import ShardClient
+from headrace_router.streams import TokenStream
+from headrace_router.text.output import OutputText
+from headrace_router.types import GenerateRequest
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.25  # between tries while others hold the room
+FILTER_SECONDS = 5.0
+# A Prefill up to this size leaves in one piece, so that the Decode sent behind it cannot overtake it.
+ONE_FRAME = 16_000
+NO_LIMIT = sys.maxsize
+
+
+class Batcher:
+    """Runs requests in one continuously changing batch of a shard group."""
+
+    def __init__(
+        self, shard: ShardClient, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, max_step_tokens: int = 0
+    ) -> None:
+        """`max_step_tokens`: token budget of a step, 0 = the shard's own."""
+        self._shard = shard
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._metrics = metrics
+        self._max_step_tokens = max_step_tokens
+        self._owner = secrets.token_hex(8)
+        self._queue: RequestQueue[Entry] = RequestQueue()
+        self._running: dict[int, Entry] = {}  # by wire id; admitted, or sent and not refused yet
+        self._leaving: set[int] = set()  # wire ids that have left here and may still run in the shard
+        self._calls: deque[Call] = deque()
+        self._batch_id = 0  # 0: there is no batch
+        self._admitting = False  # a Prefill is on its way whose outcome is unknown
+        self._most = NO_LIMIT  # requests to send at once; halved when the shard has no room for so many
+        self._blocked = False  # the shard has no room for one more
+        self._last_wire_id = self._last_arrival = 0
+        self._wake = asyncio.Event()
+        self._called = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # --- the engine's interface ---
+
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        """Queue a request."""
+        self._last_arrival += 1
+        text = OutputText(self._tokenizer, request.stop, request.keep_stop)
+        stream = TokenStream(lambda: self._cancel(entry))
+        entry = Entry(request, self._last_arrival, text, stream)
+        self._queue.push(entry)
+        self._wake.set()
+        return stream
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Start the two tasks. They never end by themselves: one that does has failed."""
+        self._tasks = [
+            asyncio.create_task(self._schedule(), name="batcher-schedule"),
+            asyncio.create_task(self._read(), name="batcher-read"),
+        ]
+        return self._tasks
+
+    async def close(self, reason: str) -> None:
+        """Fail what runs and waits, free the batch and stop."""
+        for task in self._tasks:
+            task.cancel()
+        self._fail([*self._running.values(), *self._queue], GenerationFailed(reason))
+        try:
+            await self._shard.stub.Clear(pb.ClearRequest(owner=self._owner), timeout=1.0)
+        except grpc.aio.AioRpcError as error:
+            log.debug("Clear at the end: %s", error.code().name)
+        calls = list(self._calls)
+        self._calls.clear()
+        for call in calls:
+            call.rpc.cancel()
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Requests in the batch."""
+        return len(self._running)
+
+    @property
+    def running_tokens(self) -> int:
+        """Tokens that the running requests may grow to."""
+        return sum(len(e.request.prompt) + e.request.max_new_tokens for e in self._running.values())
+
+    # --- leaving ---
+
+    def _cancel(self, entry: Entry) -> None:
+        """The reader of a stream is gone."""
+        if entry.wire_id in self._running:
+            self._leave(entry.wire_id)
+        else:
+            self._queue.forget()
+
+    def _leave(self, wire_id: int) -> None:
+        """A request ends on this side while the shard still runs it."""
+        del self._running[wire_id]
+        self._leaving.add(wire_id)
+        self._wake.set()
+
+    def _fail(self, entries: Iterable[Entry], error: HeadraceError) -> None:
+        for entry in entries:
+            if not entry.ended:
+                entry.stream.fail(error)
+
+    # --- sending ---
+
+    async def _schedule(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._admitting:
+                continue  # its outcome wakes us
+            if self._leaving:
+                await self._filter()
+            if len(self._queue) and not self._blocked:
+                self._admit()
+
+    async def _filter(self) -> None:
+        """Free the requests that have left. The answer is awaited: a Prefill sent now could overtake the Filter."""
+        batch_id, gone, keep = self._batch_id, set(self._leaving), list(self._running)
+        stub = self._shard.stub
+        try:
+            if batch_id and keep:
+                filter_request = pb.FilterRequest(batch_id=batch_id, owner=self._owner, request_ids=keep)
+                await stub.Filter(filter_request, timeout=FILTER_SECONDS)
+            elif batch_id:
+                await stub.Clear(pb.ClearRequest(batch_id=batch_id, owner=self._owner), timeout=FILTER_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                log.warning("the shard does not free requests that have left: %s", error.code().name)
+                asyncio.get_running_loop().call_later(RETRY_SECONDS, self._wake.set)
+                return
+        if not keep and self._batch_id == batch_id:
+            self._batch_id = 0
+        self._leaving -= gone
+        self._unblock()
+
+    def _unblock(self) -> None:
+        self._blocked = False
+        self._wake.set()
+
+    def _block(self) -> None:
+        self._blocked = True
+        asyncio.get_running_loop().call_later(RETRY_SECONDS, self._unblock)
+
+    def _admit(self) -> None:
+        """Send waiting requests to the shard."""
+        entries = self._next_entries()
+        if not entries:
+            return
+        for entry in entries:
+            self._last_wire_id += 1
+            entry.wire_id = self._last_wire_id
+            self._running[entry.wire_id] = entry
+        request = pb.PrefillRequest(
+            batch_id=self._batch_id, owner=self._owner, requests=[entry.to_wire() for entry in entries],
+            max_step_tokens=self._max_step_tokens,
+        )
+        self._admitting = True
+        call = Call("prefill", self._batch_id, self._shard.stub.Prefill(request), entries)
+        self._add(call)
+        if self._batch_id and request.ByteSize() <= ONE_FRAME:
+            self._decode()
+        else:
+            call.rpc.add_done_callback(lambda _: self._done_unread(call))
+
+    def _next_entries(self) -> list[Entry]:
+        """The requests to send now: no more than there are places, and suspects one by one."""
+        places = self._limits.max_batch_size - len(self._running) - len(self._leaving)
+        entries = self._queue.take(min(places, self._most))
+        for at, entry in enumerate(entries):
+            if entry.alone:
+                at = max(at, 1)
+                self._queue.push_head(entries[at:])
+                return entries[:at]
+        return entries
+
+    def _decode(self) -> None:
+        """Send the call that runs the batch until all have ended."""
+        request = pb.DecodeRequest(batch_ids=[self._batch_id], owner=self._owner, max_step_tokens=self._max_step_tokens)
+        self._add(Call("decode", self._batch_id, self._shard.stub.Decode(request), []))
+
+    def _add(self, call: Call) -> None:
+        self._calls.append(call)
+        self._called.set()
+
+    def _done_unread(self, call: Call) -> None:
+        """A Prefill is over while an older Decode is still being read: another Decode makes that one yield."""
+        if self._calls and self._calls[-1] is call and self._calls[0] is not call and self._batch_id:
+            self._decode()
+
+    # --- reading ---
+
+    async def _read(self) -> None:
+        while True:
+            while not self._calls:
+                self._called.clear()
+                await self._called.wait()
+            call = self._calls[0]
+            end, error = pb.Step.END_UNSPECIFIED, None
+            try:
+                while (step := await call.rpc.read()) is not grpc.aio.EOF:
+                    self._dispatch(step, call)
+                    end = step.end
+            except grpc.aio.AioRpcError as failure:
+                error = failure
+            self._calls.popleft()
+            self._after(call, end, error)
+
+    def _dispatch(self, step: pb.Step, call: Call) -> None:
+        """Hand out the tokens of one step."""
+        if not call.confirmed:
+            self._confirm(call, step)
+        running, special = self._running, self._tokenizer.special_ids
+        columns = step.intermediates
+        details = {d.request_id: d for d in step.details}
+        if details:  # rows that each of these requests has in this step
+            rows = dict.fromkeys(details, 0)
+            for wire_id in columns.request_id:
+                if wire_id in rows:
+                    rows[wire_id] += 1
+            left = dict(rows)
+        for wire_id, token_id, logprob in zip(columns.request_id, columns.token_id, columns.logprob, strict=True):
+            entry = running.get(wire_id)
+            if entry is None:
+                continue  # has left here
+            top, detail = None, details.get(wire_id) if details else None
+            if detail is not None:
+                left[wire_id] -= 1
+                top = read_top(detail, rows[wire_id] - left[wire_id] - 1)
+                if detail.is_end and not left[wire_id]:
+                    del running[wire_id]
+                    send_last(entry, token_id, logprob, token_id in special, top, detail)
+                    continue
+            if send_token(entry, token_id, logprob, token_id in special, top, detail):
+                self._leave(wire_id)
+        for detail in step.details:
+            if detail.is_end:
+                self._end_rest(detail)
+        if step.preempted:
+            self._requeue(step.preempted)
+        self._count(step, call)
+
+    def _end_rest(self, detail: pb.Detail) -> None:
+        """A request has ended in the shard: free its place, and fail it if its last token did not come with that."""
+        self._leaving.discard(detail.request_id)
+        self._unblock()
+        entry = self._running.pop(detail.request_id, None)
+        if entry is not None:
+            error = GenerationFailed(detail.message or "the request ended without its last token")
+            self._fail([entry], error)
+
+    def _requeue(self, preempted: Iterable[int]) -> None:
+        """Requests have lost their place to others; they go on from where they were when there is room again."""
+        entries = []
+        for wire_id in preempted:
+            self._leaving.discard(wire_id)
+            if (entry := self._running.pop(wire_id, None)) is not None:
+                entry.wire_id = 0
+                entries.append(entry)
+        self._queue.push_head(entries)
+        self._block()
+
+    def _count(self, step: pb.Step, call: Call) -> None:
+        metrics, method = self._metrics, call.method
+        metrics.batch_inference_count[method] += 1
+        metrics.batch_inference_success[method] += 1
+        metrics.batch_inference_duration[method].observe(step.timings.total_us * 1e-6)
+        metrics.batch_forward_duration[method].observe(step.timings.forward_us * 1e-6)
+
+    def _confirm(self, call: Call, step: pb.Step) -> None:
+        """The first Step of a call: a Prefill's requests are in the batch, whose id is known now."""
+        call.confirmed = True
+        if call.method == "prefill":
+            now = time.perf_counter()
+            for entry in call.entries:
+                entry.admitted = entry.admitted or now
+            self._metrics.batch_next_size.observe(len(call.entries))
+            self._batch_id = step.batch_id
+            self._admitting, self._most = False, NO_LIMIT
+            self._wake.set()
+        if step.running and self._calls[-1] is call and call.method == "prefill":
+            self._decode()
+
+    # --- the end of a call ---
+
+    def _after(self, call: Call, end: int, error: grpc.aio.AioRpcError | None) -> None:
+        """A call has ended, by its last Step's `end` or by an error.
+
+        Calls behind it go on with the batch. Without one, a batch that has only yielded gets a new Decode, and one
+        that is gone while requests have not ended is lost: they are admitted again, from the router's own record.
+        """
+        if error is not None:
+            self._metrics.batch_inference_failure[call.method] += 1
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._shard.report(f"{call.method} broke off")
+                self._lose(f"the shard is gone: {error.details()}")
+            elif not call.confirmed and call.method == "prefill":
+                self._refused(call, error)
+            elif error.code() is not grpc.StatusCode.NOT_FOUND:
+                self._give_up(error)
+        if call.method == "prefill" and not call.confirmed:
+            self._admitting = False
+            self._wake.set()
+        if self._calls:
+            return
+        goes_on = end in (pb.Step.YIELDED, pb.Step.MAX_STEPS) or (call.method == "prefill" and end == pb.Step.FINISHED)
+        if self._running and goes_on:
+            self._decode()
+        elif self._running:
+            self._readmit()
+        elif not (self._leaving and goes_on):
+            self._batch_id = 0
+            self._leaving.clear()
+        self._wake.set()
+
+    def _refused(self, call: Call, error: grpc.aio.AioRpcError) -> None:
+        """A Prefill was refused as a whole; nothing of it is in the batch."""
+        entries = []
+        for entry in call.entries:
+            self._leaving.discard(entry.wire_id)
+            if self._running.pop(entry.wire_id, None) is not None:
+                entry.wire_id = 0
+                entries.append(entry)
+        code, alone = error.code(), len(call.entries) == 1
+        if code is grpc.StatusCode.NOT_FOUND and call.batch_id:
+            if self._batch_id == call.batch_id:
+                self._batch_id = 0  # it ended while we asked to join it
+            self._queue.push_head(entries)
+        elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self._queue.push_head(entries)
+            if alone:
+                self._block()
+            else:
+                self._most = max(1, len(call.entries) // 2)
+        elif code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS) and not alone:
+            for entry in entries:
+                entry.alone = True
+            self._queue.push_head(entries)
+        elif code is grpc.StatusCode.INVALID_ARGUMENT:
+            self._fail(entries, InvalidRequest(f"{error.details()}"))
+        else:
+            self._fail(entries, GenerationFailed(f"{error.details()}"))
+
+    def _lose(self, reason: str) -> None:
+        """The shard is gone, and with it whatever ran."""
+        entries = list(self._running.values())
+        self._running.clear()
+        self._leaving.clear()
+        self._batch_id = 0
+        self._fail(entries, GenerationFailed(reason))
+
+    def _give_up(self, error: grpc.aio.AioRpcError) -> None:
+        """A call has failed within the shard: its requests fail, and whatever is left of them there is freed."""
+        entries = dict(self._running)
+        log.error("the shard failed: %s: %s", error.code().name, error.details())
+        for wire_id in entries:
+            self._leave(wire_id)
+        self._fail(entries.values(), GenerationFailed(f"{error.details()}"))
+
+    def _readmit(self) -> None:
+        """The shard no longer knows the batch: go on from the own record, once per request."""
+        entries = list(self._running.values())
+        self._running.clear()
+        self._leaving.clear()
+        self._batch_id = 0
+        again = [entry for entry in entries if not entry.readmitted]
+        log.warning("the shard lost a batch of %d requests; %d are admitted again", len(entries), len(again))
+        self._fail((e for e in entries if e.readmitted), GenerationFailed("the shard lost the request twice"))
+        for entry in again:
+            entry.readmitted, entry.wire_id = True, 0
+        self._queue.push_head(again)

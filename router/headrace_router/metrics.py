@@ -1,0 +1,122 @@
+"""Metrics under TGI's names: plain numbers in the hot path, rendered as text when scraped."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+DURATIONS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
+SIZES = tuple(float(n) for n in range(1, 1025))
+METHODS = ("prefill", "decode")
+FAILURES = ("overloaded", "validation", "incomplete", "generation", "dropped", "template", "unhealthy")
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def linear(top: int) -> tuple[float, ...]:
+    """100 equal buckets up to `top`."""
+    return tuple(top * k / 100 for k in range(1, 101))
+
+
+class Histogram:
+    """Counts of observations in buckets; bounds are inclusive upper ones."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def lines(self, name: str, labels: str) -> Iterable[str]:
+        seen = 0
+        comma = "," if labels else ""
+        for bound, count in zip((*self.bounds, None), self.counts, strict=True):
+            seen += count
+            edge = "+Inf" if bound is None else f"{bound:.9g}"
+            yield f'{name}_bucket{{{labels}{comma}le="{edge}"}} {seen}'
+        braces = f"{{{labels}}}" if labels else ""
+        yield f"{name}_sum{braces} {self.total:.9g}"
+        yield f"{name}_count{braces} {seen}"
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """Where the true state is read at scrape time."""
+
+    queue_size: Callable[[], int]
+    batch_size: Callable[[], int]
+    batch_tokens: Callable[[], int]
+    max_batch_total_tokens: int
+
+
+class Metrics:
+    """All numbers of one router."""
+
+    def __init__(self, max_input_tokens: int, max_total_tokens: int) -> None:
+        self.request_count = 0
+        self.request_success = 0
+        self.request_failure = dict.fromkeys(FAILURES, 0)
+        self.request_duration = Histogram(DURATIONS)
+        self.validation_duration = Histogram(DURATIONS)
+        self.queue_duration = Histogram(DURATIONS)
+        self.inference_duration = Histogram(DURATIONS)
+        self.time_per_token = Histogram(DURATIONS)
+        self.generated_tokens = Histogram(linear(max_total_tokens))
+        self.max_new_tokens = Histogram(linear(max_total_tokens))
+        self.input_length = Histogram(linear(max_input_tokens))
+        self.batch_next_size = Histogram(SIZES)
+        self.batch_inference_count = dict.fromkeys(METHODS, 0)
+        self.batch_inference_success = dict.fromkeys(METHODS, 0)
+        self.batch_inference_failure = dict.fromkeys(METHODS, 0)
+        self.batch_inference_duration = {method: Histogram(DURATIONS) for method in METHODS}
+        self.batch_forward_duration = {method: Histogram(DURATIONS) for method in METHODS}
+
+    def render(self, gauges: Gauges) -> str:
+        """The Prometheus text format."""
+        out: list[str] = []
+
+        def family(name: str, kind: str, help: str, samples: Iterable[str]) -> None:
+            out.append(f"# HELP {name} {help}")
+            out.append(f"# TYPE {name} {kind}")
+            out.extend(samples)
+
+        def plain(name: str, kind: str, help: str, value: int) -> None:
+            family(name, kind, help, [f"{name} {value}"])
+
+        def labelled(name: str, label: str, help: str, values: dict[str, int]) -> None:
+            family(name, "counter", help, [f'{name}{{{label}="{key}"}} {value}' for key, value in values.items()])
+
+        def histogram(name: str, help: str, value: Histogram) -> None:
+            family(name, "histogram", help, value.lines(name, ""))
+
+        def by_method(name: str, help: str, values: dict[str, Histogram]) -> None:
+            lines = [line for method, value in values.items() for line in value.lines(name, f'method="{method}"')]
+            family(name, "histogram", help, lines)
+
+        plain("tgi_request_count", "counter", "Generation requests", self.request_count)
+        plain("tgi_request_success", "counter", "Requests that ended well", self.request_success)
+        labelled("tgi_request_failure", "err", "Requests that did not end well", self.request_failure)
+        histogram("tgi_request_duration", "Seconds from arrival to end", self.request_duration)
+        histogram("tgi_request_validation_duration", "Seconds of checks and tokenizing", self.validation_duration)
+        histogram("tgi_request_queue_duration", "Seconds in the queue", self.queue_duration)
+        histogram("tgi_request_inference_duration", "Seconds from admission to end", self.inference_duration)
+        histogram("tgi_request_mean_time_per_token_duration", "Seconds of inference per token", self.time_per_token)
+        histogram("tgi_request_generated_tokens", "Output tokens", self.generated_tokens)
+        histogram("tgi_request_max_new_tokens", "Output tokens allowed", self.max_new_tokens)
+        histogram("tgi_request_input_length", "Prompt tokens", self.input_length)
+        plain("tgi_queue_size", "gauge", "Requests that wait", gauges.queue_size())
+        plain("tgi_batch_current_size", "gauge", "Requests that run", gauges.batch_size())
+        plain("tgi_batch_current_max_tokens", "gauge", "Tokens that these may grow to", gauges.batch_tokens())
+        plain("tgi_batch_max_total_tokens", "gauge", "Tokens that fit at once", gauges.max_batch_total_tokens)
+        histogram("tgi_batch_next_size", "Requests admitted at once", self.batch_next_size)
+        labelled("tgi_batch_inference_count", "method", "Calls to the shard", self.batch_inference_count)
+        labelled("tgi_batch_inference_success", "method", "Calls that ended well", self.batch_inference_success)
+        labelled("tgi_batch_inference_failure", "method", "Calls that failed", self.batch_inference_failure)
+        by_method("tgi_batch_inference_duration", "Seconds of one step", self.batch_inference_duration)
+        by_method("tgi_batch_forward_duration", "Seconds of one forward pass", self.batch_forward_duration)
+        return "\n".join(out) + "\n"

@@ -1,0 +1,113 @@
+"""One router: its parts put together, listening, draining, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+
+from aiohttp import web
+
+from headrace._common.errors import StartupError
+from headrace._common.model_folder import ModelFolder
+from headrace_router.app import make_app
+from headrace_router.batcher import Batcher
+from headrace_router.limits import find_limits
+from headrace_router.metrics import Gauges, Metrics
+from headrace_router.service import Service
+from headrace_router.settings import RouterSettings
+from headrace_router.shard_client import ShardClient
+from headrace_router.tenants import Tenants
+from headrace_router.text.pool import TextPool
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 4096
+CONNECT_SECONDS = 60.0
+FLUSH_SECONDS = 2.0  # for last frames, when running requests had to be ended
+
+
+class Router:
+    """A service behind a listening socket."""
+
+    service: Service
+    batcher: Batcher
+    _runner: web.AppRunner
+
+    def __init__(self, settings: RouterSettings) -> None:
+        """Read the model folder.
+
+        Raises:
+            StartupError: it is not one, or a setting is missing.
+        """
+        if not settings.model_folder or not settings.shard_target:
+            raise StartupError("--model-folder and --shard-target are needed")
+        self._settings = settings
+        self._folder = ModelFolder.open(settings.model_folder)
+        self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> str:
+        """Connect to the shard and listen; returns the URL.
+
+        Raises:
+            StartupError: the shard does not answer or serves less than is asked for, or the address is taken.
+        """
+        settings = self._settings
+        shard = self._shard = ShardClient(settings.shard_target)
+        await shard.connect(CONNECT_SECONDS)
+        limits = find_limits(settings, shard.info)
+        metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
+        budget = settings.max_batch_prefill_tokens or 0
+        batcher = self.batcher = Batcher(shard, self._text.tokenizer, limits, metrics, budget)
+        gauges = Gauges(
+            lambda: batcher.waiting, lambda: batcher.running, lambda: batcher.running_tokens,
+            shard.capacity.max_batch_total_tokens,
+        )
+        tokenizer_hash = hashlib.sha256(self._folder.tokenizer_path.read_bytes()).hexdigest()
+        tenants = Tenants(settings.api_key)
+        self.service = Service(
+            settings, limits, shard, self._text, batcher, metrics, gauges, tenants, tokenizer_hash
+        )
+        self._runner = web.AppRunner(
+            make_app(self.service), handler_cancellation=True, access_log=None, handle_signals=False,
+            shutdown_timeout=FLUSH_SECONDS, lingering_time=2.0,
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, settings.hostname, settings.port, backlog=BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            where = f"{settings.hostname}:{settings.port}"
+            raise StartupError(f"cannot listen on {where}: {error.strerror or error}") from None
+        self._tasks = batcher.start()
+        host, port = self._runner.addresses[0][:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("listening on %s", url)
+        return url
+
+    async def failed(self) -> None:
+        """Return when a part has failed that everything depends on; logs why."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        log.critical("the batcher failed", exc_info=next(iter(done)).exception())
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait, no longer than the settings allow, until those that run have ended."""
+        self.service.draining = True
+        seconds = self._settings.graceful_termination_timeout
+        log.info("stopping; %d requests may take up to %g s", self.service.active, seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                while self.service.active:  # noqa: ASYNC110 - counted in the hot path, looked at once in a life
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            log.warning("%d requests have not ended in time", self.service.active)
+
+    async def stop(self) -> None:
+        """End what still runs with an error event, and close everything."""
+        if self._tasks:
+            await self.batcher.close("the server is stopping")
+            await self._runner.cleanup()
+        self._text.close()
+        await self._shard.close()

@@ -1,0 +1,148 @@
+"""What the handlers of one router share, and the ticket that every generation call holds while it is served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from types import TracebackType
+
+from aiohttp import web
+
+from headrace._common.errors import (
+    GenerationFailed,
+    HeadraceError,
+    Incomplete,
+    InvalidRequest,
+    Overloaded,
+    TemplateError,
+    Unhealthy,
+)
+from headrace_router.engine import Engine
+from headrace_router.limits import Limits
+from headrace_router.metrics import Gauges, Metrics
+from headrace_router.settings import RouterSettings
+from headrace_router.shard_client import ShardClient
+from headrace_router.tenants import Tenants
+from headrace_router.text.pool import TextPool
+from headrace_router.types import End, GenerateRequest
+
+log = logging.getLogger(__name__)
+
+_FAILURES: tuple[tuple[type[HeadraceError], str], ...] = (
+    (Overloaded, "overloaded"), (TemplateError, "template"), (GenerationFailed, "generation"),
+    (Incomplete, "incomplete"), (Unhealthy, "unhealthy"),
+)  # everything else is the client's: "validation"
+
+
+@dataclass
+class Service:
+    """One router: settings, parts, and how many calls are being served."""
+
+    settings: RouterSettings
+    limits: Limits
+    shard: ShardClient
+    text: TextPool
+    engine: Engine
+    metrics: Metrics
+    gauges: Gauges
+    tenants: Tenants
+    tokenizer_hash: str
+    draining: bool = False
+    active: int = 0  # permits taken
+    last_id: int = 0
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.model_id or self.shard.info.model_id
+
+
+SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
+
+
+class Ticket:
+    """One call of a generation route: its permits, and its place in metrics and log.
+
+    Its `with` block counts the call as failed if it is left by an error or a cancellation.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._permits = 0
+        self._failed = False
+        self._arrival = time.perf_counter()
+        self.validated: float | None = None  # seconds from arrival to submission
+        service.last_id += 1
+        self.id = service.last_id
+
+    def __enter__(self) -> Ticket:
+        self._service.metrics.request_count += 1
+        return self
+
+    def take(self, permits: int = 1) -> None:
+        """Take permits for as long as the call lasts.
+
+        Raises:
+            Unhealthy: the service is stopping.
+            Overloaded: there are too few left. Nobody waits for one.
+        """
+        service = self._service
+        if service.draining:
+            raise Unhealthy("the server is stopping")
+        if service.active + permits > service.settings.max_concurrent_requests:
+            raise Overloaded("Model is overloaded")
+        service.active += permits
+        self._permits += permits
+
+    @property
+    def seconds(self) -> float:
+        """Since arrival."""
+        return time.perf_counter() - self._arrival
+
+    def submitted(self) -> None:
+        """Checks and tokenizing are done."""
+        self.validated = self.seconds
+
+    def fail(self, error: BaseException) -> None:
+        """The call ends with `error`, or with its client gone. What users wrote is not logged: only the kind is."""
+        if self._failed:
+            return
+        self._failed = True
+        if isinstance(error, HeadraceError):
+            kind = next((name for cls, name in _FAILURES if isinstance(error, cls)), "validation")
+        elif isinstance(error, (asyncio.CancelledError, ConnectionError)):
+            kind = "dropped"
+        else:
+            kind = "generation"
+        self._service.metrics.request_failure[kind] += 1
+        level = logging.WARNING if kind in ("generation", "incomplete") else logging.INFO
+        if not isinstance(error, InvalidRequest):
+            log.log(level, "request %d failed after %.3f s: %s", self.id, self.seconds, kind)
+
+    def ended(self, request: GenerateRequest, end: End) -> None:
+        """One of the call's requests has ended well."""
+        metrics, tokens = self._service.metrics, max(end.generated_tokens, 1)
+        validation = self.validated or 0.0
+        metrics.validation_duration.observe(validation)
+        metrics.queue_duration.observe(end.queue_seconds)
+        metrics.inference_duration.observe(end.inference_seconds)
+        metrics.time_per_token.observe(end.inference_seconds / tokens)
+        metrics.generated_tokens.observe(end.generated_tokens)
+        metrics.max_new_tokens.observe(request.max_new_tokens)
+        metrics.input_length.observe(end.input_length)
+        log.info(
+            "request %d: %d prompt tokens, %d tokens, %s; validation %.1f ms, queue %.1f ms, inference %.1f ms",
+            self.id, end.input_length, end.generated_tokens, end.finish_reason, validation * 1e3,
+            end.queue_seconds * 1e3, end.inference_seconds * 1e3,
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._service.active -= self._permits
+        if error is not None:
+            self.fail(error)
+        elif not self._failed:
+            self._service.metrics.request_success += 1
+            self._service.metrics.request_duration.observe(self.seconds)

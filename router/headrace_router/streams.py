@@ -1,0 +1,115 @@
+"""The unbounded queue between the engine and the reader of one request.
+
+Its length is bounded by the request's own token limit, so that a slow reader costs memory, never somebody else's
+latency.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+
+from headrace._common.errors import HeadraceError
+from headrace_router.types import Token
+
+
+class TokenStream:
+    """Tokens of one request, written by the engine and read by one task. Leaving its `async with` cancels the rest."""
+
+    __slots__ = ("_arrived", "_closed", "_error", "_on_cancel", "_tokens", "done")
+
+    def __init__(self, on_cancel: Callable[[], None]) -> None:
+        self._on_cancel = on_cancel
+        self._tokens: list[Token] = []
+        self._error: HeadraceError | None = None
+        self._arrived: Callable[[], None] | None = None
+        self._closed = False
+        self.done = False  # the terminal event has been written
+
+    def put(self, token: Token) -> None:
+        """Write a token; one with an `end` is the terminal event."""
+        self._tokens.append(token)
+        if token.end is not None:
+            self.done = True
+        if self._arrived is not None:
+            self._arrived()
+
+    def fail(self, error: HeadraceError) -> None:
+        """Write an error as the terminal event."""
+        self._error = error
+        self.done = True
+        if self._arrived is not None:
+            self._arrived()
+
+    def on_arrival(self, call: Callable[[], None]) -> None:
+        """Have `call` called whenever there is something to take; at once if there is already."""
+        self._arrived = call
+        if self._tokens or self._error is not None:
+            call()
+
+    def take(self) -> list[Token]:
+        """All tokens that are there; may be [].
+
+        Raises:
+            HeadraceError: the request failed, and all tokens before that have been taken.
+        """
+        if self._tokens:
+            tokens, self._tokens = self._tokens, []
+            if self._error is not None and self._arrived is not None:
+                self._arrived()
+            return tokens
+        if self._error is not None:
+            raise self._error
+        return []
+
+    async def read(self, seconds: float | None = None) -> list[Token]:
+        """All tokens that are there, waiting for at least one; [] if none came within `seconds`.
+
+        Raises:
+            HeadraceError: as `take` does.
+        """
+        if not self._tokens and self._error is None:
+            await self._wait(seconds)
+        return self.take()
+
+    async def _wait(self, seconds: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        self._arrived = wake
+        timer = None if seconds is None else loop.call_later(seconds, wake)
+        try:
+            await waiter
+        finally:
+            self._arrived = None
+            if timer is not None:
+                timer.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        """Every token up to the last; raises what `read` raises."""
+        while True:
+            for token in await self.read():
+                yield token
+                if token.end is not None:
+                    return
+
+    def close(self) -> None:
+        """Cancel what has not ended. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            if not self.done:
+                self.done = True
+                self._on_cancel()
+
+    async def __aenter__(self) -> TokenStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

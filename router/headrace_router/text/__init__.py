@@ -1,0 +1,1 @@
+"""Text: templates, tokenizing, detokenizing, stop strings."""

@@ -1,0 +1,49 @@
+"""The text of one running request: detokenizing, then stop strings."""
+
+from __future__ import annotations
+
+from headrace._common.detokenizer import Detokenizer
+from headrace._common.tokenizing import Tokenizer
+from headrace_router.text.stops import StopFinder
+
+
+class OutputText:
+    """Turns output tokens into the text that leaves. It survives preemption: a half-written character waits here."""
+
+    __slots__ = ("_detokenizer", "_parts", "_special", "_stops")
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], keep_stop: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer.bytes_of, tokenizer.special_ids)
+        self._special = tokenizer.special_ids
+        self._stops = StopFinder(stops, keep_stop) if stops else None
+        self._parts: list[str] = []
+
+    def push(self, token_id: int) -> str:
+        """The text that may leave with this token."""
+        piece = self._detokenizer.push(token_id)
+        if piece and self._stops is not None:
+            piece = self._stops.push(piece)
+        if piece:
+            self._parts.append(piece)
+        return piece
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string is complete."""
+        return self._stops is not None and self._stops.found is not None
+
+    def finish(self) -> str:
+        """What is left when no token follows: bytes that never became a character, text held for a stop string."""
+        if self.stopped:
+            return ""
+        piece = self._detokenizer.flush()
+        if self._stops is not None:
+            piece = self._stops.push(piece) + self._stops.flush()
+        if piece:
+            self._parts.append(piece)
+        return piece
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._parts)

@@ -1,0 +1,145 @@
+"""Tokenizing and templating in threads, so that a long prompt never holds up the tokens of others."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headrace._common.errors import StartupError, TemplateError
+from headrace._common.model_folder import ModelFolder
+from headrace._common.tokenizing import Piece, Tokenizer
+from headrace_router.text.chat import ChatEncoder, Marked, template_messages
+from headrace_router.text.template import MAX_SECONDS, ChatTemplate
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered conversation."""
+
+    text: str
+    ids: list[int]
+
+
+class TextPool:
+    """The model's tokenizer and chat template behind a few threads."""
+
+    def __init__(self, folder: ModelFolder, workers: int, template_path: str | None) -> None:
+        """
+        Raises:
+            StartupError: the tokenizer or the template file cannot be read.
+        """
+        self.tokenizer = Tokenizer(folder.tokenizer_path)
+        self._chat = ChatEncoder(self.tokenizer)
+        self._template, self._template_error = _load_template(folder, template_path)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a raw prompt, with the special tokens that the tokenizer adds."""
+        return await self._run(self.tokenizer.encode, text)
+
+    async def pieces(self, text: str, add_special_tokens: bool = True) -> list[Piece]:
+        """Tokens of a text with offsets in characters."""
+        return await self._run(self.tokenizer.pieces, text, add_special_tokens)
+
+    async def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> ChatPrompt:
+        """The prompt of a conversation. If the assistant spoke last, it goes on where it stopped.
+
+        Raises:
+            TemplateError: there is no template, or it refused the conversation or failed.
+            InvalidRequest: the messages cannot be put before a template.
+        """
+        try:
+            async with asyncio.timeout(2 * MAX_SECONDS):
+                return await self._run(self._render, messages, tools)
+        except TimeoutError:
+            raise TemplateError("Template error: the chat template takes too long") from None
+
+    async def chat_pieces(self, prompt: ChatPrompt) -> list[Piece]:
+        """The tokens of a rendered conversation, with offsets into its text."""
+        return await self._run(self._pieces_of, prompt)
+
+    def _pieces_of(self, prompt: ChatPrompt) -> list[Piece]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        made, start = [], 0
+        for token_id in prompt.ids:
+            stop = start + len(decoder.decode(self.tokenizer.bytes_of(token_id)))
+            made.append(Piece(token_id, prompt.text[start:stop], start, stop))
+            start = stop
+        return made
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> ChatPrompt:
+        if self._template is None:
+            raise TemplateError(self._template_error)
+        ready = template_messages(messages)
+        if not self._template.mentions("developer"):  # the newer name of the system role
+            ready = [{**m, "role": "system"} if m["role"] == "developer" else m for m in ready]
+        marked = Marked(ready, self._chat.control)
+        goes_on = marked.messages[-1]["role"] == "assistant" and not marked.messages[-1].get("tool_calls")
+        final = marked.messages[-1]["content"] if goes_on else ""
+        rendered = self._template.render(marked.messages, add_generation_prompt=not goes_on, tools=tools)
+        if goes_on:
+            rendered = _cut_after(rendered, final)
+        return ChatPrompt(marked.plain(rendered), self._chat.encode(marked.parts(rendered)))
+
+
+def _cut_after(rendered: str, final: str) -> str:
+    """The rendered text up to the end of the last message's content, as transformers' `continue_final_message` cuts.
+
+    Raises:
+        TemplateError: the template does not write that content as it is.
+    """
+    content = final.strip()
+    at = rendered.rfind(content) if content else -1
+    if at < 0:
+        raise TemplateError("Template error: the chat template does not write the last assistant message as it is")
+    kept = content + re.match(r"\s*", final[len(final.rstrip()):])[0]  # type: ignore[index]
+    end = at + (len(kept) if rendered.startswith(kept, at) else len(content))
+    return rendered[:end]
+
+
+def _load_template(folder: ModelFolder, path: str | None) -> tuple[ChatTemplate | None, str]:
+    """(template, None), or (None, why there is none). A model without a usable template still serves raw prompts.
+
+    Raises:
+        StartupError: the operator names a file that cannot be read.
+    """
+    source = folder.chat_template if path is None else _template_file(Path(path))
+    if source is None:
+        return None, "Template error: the model has no chat template"
+    try:
+        return ChatTemplate(source, folder.special_texts), ""
+    except TemplateError as error:
+        return None, str(error)
+
+
+def _template_file(path: Path) -> str | None:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"cannot read the chat template {path}: {error}") from None
+    if path.suffix != ".json":
+        return text
+    try:
+        template = json.loads(text).get("chat_template")
+    except (ValueError, AttributeError):
+        raise StartupError(f"{path} holds no JSON object") from None
+    if isinstance(template, list):
+        template = {t["name"]: t["template"] for t in template}.get("default")
+    if not isinstance(template, str):
+        raise StartupError(f"{path} has no chat_template")
+    return template

@@ -1,0 +1,88 @@
+"""The nouns of the router: the one form of a request behind all APIs, and the tokens that come back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace_router.tenants import ANONYMOUS, Tenant
+
+FinishReason = Literal["length", "eos_token", "stop_sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. None = off; without `do_sample` the most likely token is taken.
+
+    `seed` is set whenever `do_sample` is: a request that resumes elsewhere must go on with the same random numbers.
+    """
+
+    do_sample: bool = False
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A validated request. The engine needs nothing else, and asks nothing of the API it came from."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    keep_stop: bool = True  # the stop text stays in the output (TGI), or is cut (OpenAI)
+    top_n_tokens: int = 0
+    prompt_logprobs: bool = False
+    tenant: Tenant = ANONYMOUS
+    workload: str = "chat"  # one of tenants.CLASSES
+
+
+@dataclass(frozen=True, slots=True)
+class TopToken:
+    """One of the most likely tokens of a step."""
+
+    id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A prompt token; `logprob` is None for the first, which nothing predicts."""
+
+    id: int
+    logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What is known when a request is done. Times are in seconds."""
+
+    finish_reason: FinishReason
+    text: str  # all text of the output
+    generated_tokens: int
+    input_length: int
+    seed: int | None  # None: nothing was drawn
+    cached_tokens: int
+    queue_seconds: float  # from submit to admission
+    inference_seconds: float  # from admission to this token
+
+
+@dataclass(slots=True)
+class Token:
+    """One output token. `text` is what became whole with it, stop strings taken into account; "" for special tokens."""
+
+    id: int
+    logprob: float
+    text: str
+    special: bool
+    top: list[TopToken] | None = None
+    prompt: list[PromptToken] | None = None  # with the first token, if asked for
+    end: End | None = None  # on the last token
