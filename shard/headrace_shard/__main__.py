@@ -26,7 +26,7 @@ def run(**given: Any) -> int:
     if not settings.model_folder:
         raise click.UsageError("--model-folder is missing: the folder with config, tokenizer and weights")
     if settings.num_shard != 1 or settings.rank != 0:
-        raise click.UsageError(f"--rank {settings.rank} of --num-shard {settings.num_shard}: this shard runs alone, as rank 0 of 1")
+        raise click.UsageError(f"--rank {settings.rank} of --num-shard {settings.num_shard}: a shard runs alone, as 0 of 1")
     # Checked before torch is imported, which takes seconds.
     from headrace_shard.sockets import check_socket, socket_path
 

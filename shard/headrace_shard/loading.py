@@ -10,7 +10,7 @@ import torch
 
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
-from headrace_shard.backends.torch_backend import TorchBackend
+from headrace_shard.backends import choose_backend
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.kv.capacity import Limits, free_memory, limits
 from headrace_shard.models import Model, load_model
@@ -47,7 +47,7 @@ def load(settings: ShardSettings, folder: ModelFolder) -> Loaded:
     dtype = settings.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    backend = TorchBackend(getattr(torch, dtype), device)
+    backend = choose_backend(getattr(torch, dtype), device)
     with torch.inference_mode():
         model = load_model(folder, open_weights(folder), backend)
         shape = model.attention

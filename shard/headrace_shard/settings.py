@@ -19,12 +19,20 @@ class ShardSettings:
     rank: int = option(0, "rank of this process in the shard group", minimum=0)
     num_shard: int = option(1, "tensor-parallel shards", minimum=1)
     shard_uds_path: str = option("", "prefix of the unix sockets; rank N listens on PREFIX-N")
-    shard_tcp: int | None = option(None, "also listen on this port plus the rank, on loopback", env="HEADRACE_SHARD_TCP", minimum=1)
+    shard_tcp: int | None = option(
+        None, "also listen on this port plus the rank, on loopback", env="HEADRACE_SHARD_TCP", minimum=1
+    )
     dtype: str | None = option(None, "data type of weights and KV cache; float32 if not given", choices=DTYPES)
-    max_input_tokens: int | None = option(None, "longest prompt, in tokens; one less than --max-total-tokens if not given", minimum=1)
-    max_total_tokens: int | None = option(None, "longest prompt plus output, in tokens; the model's own if not given", minimum=2)
+    max_input_tokens: int | None = option(
+        None, "longest prompt, in tokens; one less than --max-total-tokens if not given", minimum=1
+    )
+    max_total_tokens: int | None = option(
+        None, "longest prompt plus output, in tokens; the model's own if not given", minimum=2
+    )
     max_batch_prefill_tokens: int | None = option(None, "token budget of one step; 256 on a CPU if not given", minimum=1)
-    max_batch_total_tokens: int | None = option(None, "tokens that the KV cache holds; computed from free memory if not given", minimum=16)
+    max_batch_total_tokens: int | None = option(
+        None, "tokens that the KV cache holds; computed from free memory if not given", minimum=16
+    )
     max_batch_size: int | None = option(None, "requests that run at once; 256 if not given", minimum=1)
     batch_lease: float = option(60.0, "seconds until a batch without a call is freed", env="HEADRACE_BATCH_LEASE", minimum=0)
     threads: int | None = option(None, "CPU threads of a shard; all cores if not given", env="HEADRACE_THREADS", minimum=1)

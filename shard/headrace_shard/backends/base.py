@@ -34,7 +34,7 @@ class Backend(Protocol):
         """Weight [hidden] of an RMS norm."""
 
     def pack_embedding(self, weight: torch.Tensor) -> Any:
-        """Embedding table [vocab, hidden]; may be given to `head` too, when the model ties them."""
+        """Embedding table [vocab, hidden]."""
 
     def allocate_kv(self, layers: int, blocks: int, shape: AttentionShape) -> None:
         """Reserve the KV cache: `blocks` blocks, numbers 1..blocks, and the null block."""

@@ -23,6 +23,9 @@ class Linear:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -32,7 +35,8 @@ class Norm:
     epsilon: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], None, self.epsilon).to(x.dtype) * self.weight
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(x.dtype) * self.weight
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,8 @@ class TorchBackend:
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Norm:
         return Norm(self._move(weight), epsilon)
 
-    def pack_embedding(self, weight: torch.Tensor) -> Linear:
-        return Linear(self._move(weight), None)
+    def pack_embedding(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._move(weight)
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, self.dtype)
@@ -112,11 +116,11 @@ class TorchBackend:
             self._masks[window] = [torch.zeros_like(h, dtype=torch.float32).masked_fill_(h, -torch.inf) for h in hidden]
         return self._masks[window]
 
-    def embed(self, table: Linear) -> torch.Tensor:
-        return table.weight[self._ids]
+    def embed(self, table: torch.Tensor) -> torch.Tensor:
+        return table[self._ids]
 
     def norm_qkv(self, x: torch.Tensor, norm: Norm, qkv: Linear) -> torch.Tensor:
-        return F.linear(norm(x), qkv.weight, qkv.bias)
+        return qkv(norm(x))
 
     def attention(self, qkv: torch.Tensor, layer: int, shape: AttentionShape) -> torch.Tensor:
         rows = qkv.view(len(qkv), -1, shape.head_dim)
@@ -165,12 +169,12 @@ class TorchBackend:
         return torch.bmm(weights, v).view(kv, -1, length, dim).permute(2, 0, 1, 3).reshape(length, -1)
 
     def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Linear) -> torch.Tensor:
-        return x + F.linear(attended, projection.weight, projection.bias)
+        return x + projection(attended)
 
     def mlp(self, x: torch.Tensor, norm: Norm, gate_up: Linear, down: Linear) -> torch.Tensor:
-        gate, up = F.linear(norm(x), gate_up.weight, gate_up.bias).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, down.weight, down.bias)
+        gate, up = gate_up(norm(x)).chunk(2, dim=-1)
+        return x + down(F.silu(gate) * up)
 
     def head(self, x: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
         rows = x if self._all_wanted else x[self._wanted]
-        return F.linear(norm(rows), head.weight, head.bias).float()
+        return head(norm(rows)).float()

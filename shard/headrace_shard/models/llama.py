@@ -92,7 +92,7 @@ class LlamaModel(Model):
         self._layers = [self._load_layer(weights, i) for i in range(self.layers)]
         self._norm = backend.pack_norm(weights.get("model.norm.weight", (self.config.hidden,)), self.config.epsilon)
         tied = self.config.tied or "lm_head.weight" not in weights.names()
-        self._head = self._embedding if tied else backend.pack_embedding(weights.get("lm_head.weight", tuple(table.shape)))
+        self._head = backend.pack_linear([table if tied else weights.get("lm_head.weight", tuple(table.shape))])
 
     def _load_layer(self, weights: WeightSource, number: int) -> Layer:
         c, shape, at = self.config, self.attention, f"model.layers.{number}."
