@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make reference.json: what `transformers` answers, greedily and in float32, with the embedded model's weights.
 
-    python tests/reference/make_reference.py GGUF_FILE
+    python tests/reference/make_reference.py MODEL_FOLDER     # as `headrace resolve` prints it
 
 For each prompt: its token ids, 64 output ids (end tokens do not end it), and at each output token the distance between
 the two best logits, so that a test can tell a rounding tie from an error.
@@ -43,9 +43,9 @@ PROMPTS = [
 ]
 
 
-def main(gguf: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+def main(folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model.generation_config.eos_token_id = None
     rows = []
     for prompt in PROMPTS:
