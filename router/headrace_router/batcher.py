@@ -191,9 +191,11 @@ class Batcher:
         entries = self._next_entries()
         if not entries:
             return
+        now = time.perf_counter()
         for entry in entries:
             self._last_wire_id += 1
             entry.wire_id = self._last_wire_id
+            entry.admitted = entry.admitted or now
             self._running[entry.wire_id] = entry
         request = pb.PrefillRequest(
             batch_id=self._batch_id, owner=self._owner, requests=[entry.to_wire() for entry in entries],
@@ -315,9 +317,6 @@ class Batcher:
         """The first Step of a call: a Prefill's requests are in the batch, whose id is known now."""
         call.confirmed = True
         if call.method == "prefill":
-            now = time.perf_counter()
-            for entry in call.entries:
-                entry.admitted = entry.admitted or now
             self._metrics.batch_next_size.observe(len(call.entries))
             self._batch_id = step.batch_id
             self._admitting, self._most = False, NO_LIMIT
@@ -364,6 +363,7 @@ class Batcher:
             self._leaving.discard(entry.wire_id)
             if self._running.pop(entry.wire_id, None) is not None:
                 entry.wire_id = 0
+                entry.admitted = entry.admitted if entry.output else None
                 entries.append(entry)
         code, alone = error.code(), len(call.entries) == 1
         if code is grpc.StatusCode.NOT_FOUND and call.batch_id:

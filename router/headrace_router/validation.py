@@ -44,7 +44,7 @@ def float32(field: str, value: float | None) -> float | None:
     if value is None:
         return None
     try:
-        number: float = struct.unpack("f", struct.pack("f", value))[0]
+        number: float = struct.unpack("<f", struct.pack("<f", value))[0]
     except OverflowError:
         raise InvalidRequest(f"`{field}` must be a finite 32-bit number", field) from None
     return number

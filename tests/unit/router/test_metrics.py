@@ -1,0 +1,41 @@
+"""Metrics as Prometheus reads them."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace_router.metrics import DURATIONS, Gauges, Histogram, Metrics
+
+GAUGES = Gauges(lambda: 3, lambda: 2, lambda: 40, 1000)
+
+
+def test_names_and_values() -> None:
+    metrics = Metrics(100, 200)
+    metrics.request_count = 5
+    metrics.request_failure["overloaded"] = 1
+    metrics.request_duration.observe(0.01)
+    text = metrics.render(GAUGES)
+    lines = text.splitlines()
+    assert {"tgi_request_count 5", 'tgi_request_failure{err="overloaded"} 1', "tgi_queue_size 3"} <= set(lines)
+    assert {"tgi_batch_current_size 2", "tgi_batch_current_max_tokens 40"} <= set(lines)
+    helps = [line.split()[2] for line in lines if line.startswith("# HELP")]
+    assert len(helps) == len(set(helps))
+    samples = [line.rsplit(" ", 1)[0] for line in lines if not line.startswith("#")]
+    assert len(samples) == len(set(samples))
+    assert sum(1 for _ in text_string_to_metric_families(text)) == len(helps)
+
+
+def test_buckets_are_cumulative_and_inclusive() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    assert list(histogram.lines("h", 'm="x"')) == [
+        'h_bucket{m="x",le="1"} 2', 'h_bucket{m="x",le="2"} 3', 'h_bucket{m="x",le="+Inf"} 4', 'h_sum{m="x"} 12',
+        'h_count{m="x"} 4',
+    ]
+
+
+def test_duration_buckets_are_tgis() -> None:
+    assert len(DURATIONS) == 35
+    assert abs(DURATIONS[0] - 0.00015) < 1e-12
+    assert 145 < DURATIONS[-1] < 147
