@@ -49,10 +49,9 @@ class Child:
         """How it ended, with its last error line."""
         status = self.process.returncode
         if status is not None and status < 0:
-            how = f"{self.name} was killed by {signal.Signals(-status).name}"
+            how, why = f"{self.name} was killed by {signal.Signals(-status).name}", self._last_error
         else:
-            how = f"{self.name} ended with status {status}"
-        why = self._last_error or (self._last_line if status else None)
+            how, why = f"{self.name} ended with status {status}", self._last_error or self._last_line
         return f"{how}: {why}" if why else how
 
     def send(self, number: signal.Signals) -> None:

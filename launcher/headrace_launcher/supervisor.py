@@ -179,12 +179,12 @@ class Supervisor:
 
 async def _all_healthy(paths: list[Path]) -> None:
     """Wait until every rank's Health is good. A rank that cannot load ends by itself, which the caller sees."""
-    while not all(path.is_socket() for path in paths):  # noqa: ASYNC110 - another process makes them
-        await asyncio.sleep(_POLL)
-    import grpc.aio
+    import grpc.aio  # here, while the shards import and load
 
     from headrace.v1 import generation_pb2, generation_pb2_grpc
 
+    while not all(path.is_socket() for path in paths):  # noqa: ASYNC110 - another process makes them
+        await asyncio.sleep(_POLL)
     for path in paths:
         async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
             stub: Any = generation_pb2_grpc.GenerationStub(channel)

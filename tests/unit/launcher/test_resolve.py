@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.models import write_tiny_model
 
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
 from headrace_launcher.models import embedded
 from headrace_launcher.models.resolve import Resolved, resolve
 from headrace_launcher.private import CacheProvider
+from tests.models import write_tiny_model
 
 
 @pytest.fixture
