@@ -4,14 +4,15 @@ One step in order:
 
 1. `submit` makes an `Entry`, puts it into the queue and wakes `_schedule`.
 2. `_schedule` tells the shard who has left (`_filter`), then takes as many waiting requests as there are places and
-   sends them with Prefill, the next Decode right behind it (`_admit`): the device never waits for the router.
+   sends them with Prefill, the next Decode right behind it (`_admit`): the device never waits for the router. It is
+   the only sender, and waits until the shard has taken a call before it makes the next one (`_send`): calls travel
+   on streams of their own, which may overtake each other.
 3. `_read` reads the calls in the order in which they were made, each to its end.
 4. `_dispatch` turns the packed columns of each Step into tokens: detokenize, look for stop strings, put into the
    stream of the request. Who is preempted goes back to the head of the queue.
 5. `_after` says what follows when a call ends; see there.
 
-All of it runs on one event loop; only `_filter` waits between reading and changing the state, and while it does
-nothing is admitted.
+All of it runs on one event loop.
 """
 
 from __future__ import annotations
@@ -45,8 +46,6 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.25  # between tries while others hold the room
 FILTER_SECONDS = 5.0
-# A Prefill up to this size leaves in one piece, so that the Decode sent behind it cannot overtake it.
-ONE_FRAME = 16_000
 NO_LIMIT = sys.maxsize
 
 
@@ -69,8 +68,10 @@ class Batcher:
         self._calls: deque[Call] = deque()
         self._batch_id = 0  # 0: there is no batch
         self._admitting = False  # a Prefill is on its way whose outcome is unknown
+        self._decode_due = False  # the batch has no call that runs it on
         self._most = NO_LIMIT  # requests to send at once; halved when the shard has no room for so many
         self._blocked = False  # the shard has no room for one more
+        self._retry: asyncio.TimerHandle | None = None
         self._last_wire_id = self._last_arrival = 0
         self._wake = asyncio.Event()
         self._called = asyncio.Event()
@@ -151,12 +152,21 @@ class Batcher:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._admitting:
-                continue  # its outcome wakes us
-            if self._leaving:
-                await self._filter()
-            if len(self._queue) and not self._blocked:
-                self._admit()
+            if not self._admitting:  # else its outcome wakes us
+                if self._leaving:
+                    await self._filter()
+                if len(self._queue) and not self._blocked:
+                    await self._admit()
+            if self._decode_due:
+                await self._decode()
+
+    async def _send(self, call: Call) -> None:
+        """Have a call read, in its turn, and wait until the shard has taken it: that is its initial metadata, which
+        comes at once, or with the first Step, or with an error.
+        """
+        self._calls.append(call)
+        self._called.set()
+        await call.rpc.initial_metadata()
 
     async def _filter(self) -> None:
         """Free the requests that have left. The answer is awaited: a Prefill sent now could overtake the Filter."""
@@ -184,9 +194,11 @@ class Batcher:
 
     def _block(self) -> None:
         self._blocked = True
-        asyncio.get_running_loop().call_later(RETRY_SECONDS, self._unblock)
+        if self._retry is not None:
+            self._retry.cancel()
+        self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._unblock)
 
-    def _admit(self) -> None:
+    async def _admit(self) -> None:
         """Send waiting requests to the shard."""
         entries = self._next_entries()
         if not entries:
@@ -202,12 +214,9 @@ class Batcher:
             max_step_tokens=self._max_step_tokens,
         )
         self._admitting = True
-        call = Call("prefill", self._batch_id, self._shard.stub.Prefill(request), entries)
-        self._add(call)
-        if self._batch_id and request.ByteSize() <= ONE_FRAME:
-            self._decode()
-        else:
-            call.rpc.add_done_callback(lambda _: self._done_unread(call))
+        await self._send(Call("prefill", self._batch_id, self._shard.stub.Prefill(request), entries))
+        # The running call goes on if the Prefill is refused; with a Decode behind, it yields and the refusal is read.
+        self._decode_due = True
 
     def _next_entries(self) -> list[Entry]:
         """The requests to send now: no more than there are places, and suspects one by one."""
@@ -220,19 +229,13 @@ class Batcher:
                 return entries[:at]
         return entries
 
-    def _decode(self) -> None:
-        """Send the call that runs the batch until all have ended."""
+    async def _decode(self) -> None:
+        """Send the call that runs the batch until all have ended, unless there is one, or nothing to run."""
+        self._decode_due = False
+        if not self._batch_id or (self._calls and self._calls[-1].method == "decode"):
+            return
         request = pb.DecodeRequest(batch_ids=[self._batch_id], owner=self._owner, max_step_tokens=self._max_step_tokens)
-        self._add(Call("decode", self._batch_id, self._shard.stub.Decode(request), []))
-
-    def _add(self, call: Call) -> None:
-        self._calls.append(call)
-        self._called.set()
-
-    def _done_unread(self, call: Call) -> None:
-        """A Prefill is over while an older Decode is still being read: another Decode makes that one yield."""
-        if self._calls and self._calls[-1] is call and self._calls[0] is not call and self._batch_id:
-            self._decode()
+        await self._send(Call("decode", self._batch_id, self._shard.stub.Decode(request), []))
 
     # --- reading ---
 
@@ -320,9 +323,8 @@ class Batcher:
             self._metrics.batch_next_size.observe(len(call.entries))
             self._batch_id = step.batch_id
             self._admitting, self._most = False, NO_LIMIT
+            self._decode_due = step.running > 0
             self._wake.set()
-        if step.running and self._calls[-1] is call and call.method == "prefill":
-            self._decode()
 
     # --- the end of a call ---
 
@@ -348,7 +350,7 @@ class Batcher:
             return
         goes_on = end in (pb.Step.YIELDED, pb.Step.MAX_STEPS) or (call.method == "prefill" and end == pb.Step.FINISHED)
         if self._running and goes_on:
-            self._decode()
+            self._decode_due = True
         elif self._running:
             self._readmit()
         elif not (self._leaving and goes_on):

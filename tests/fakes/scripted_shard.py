@@ -189,6 +189,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         batch.calls.append(call)
         self._work.set()
         try:
+            await context.send_initial_metadata(())
             while True:
                 step = await call.steps.get()
                 if isinstance(step, tuple):
