@@ -131,16 +131,20 @@ class Executor:
         with torch.inference_mode():
             while not self._stopping:
                 self._wakeup.clear()
-                self._boundary()
-                plan = self._scheduler.plan()
-                if plan is None:
-                    # Planning may have preempted requests; what that ends may let a waiting call start.
-                    if not self._boundary():
-                        self._wakeup.wait(self._until_next_lease())
-                    continue
-                self._busy_since = time.monotonic()
-                self._step(plan)
-                self._busy_since = math.inf
+                if not self.advance():
+                    self._wakeup.wait(self._until_next_lease())
+
+    def advance(self) -> bool:
+        """One turn of the loop; False if there was nothing to do."""
+        self._boundary()
+        plan = self._scheduler.plan()
+        if plan is None:
+            # Planning may have preempted requests; what that ends may let a waiting call start.
+            return self._boundary()
+        self._busy_since = time.monotonic()
+        self._step(plan)
+        self._busy_since = math.inf
+        return True
 
     def _until_next_lease(self) -> float | None:
         at = self._table.next_expiry()

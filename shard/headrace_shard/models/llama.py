@@ -49,7 +49,7 @@ class LlamaConfig:
         if heads % kv_heads:
             raise StartupError(f"num_attention_heads {heads} does not divide by num_key_value_heads {kv_heads}")
         qwen = config.get("model_type") == "qwen2"
-        bias = bool(config.get("attention_bias", qwen))
+        bias = qwen or bool(config.get("attention_bias", False))
         return cls(
             *sizes, float(config.get("rms_norm_eps", 1e-6)),
             AttentionShape(heads, kv_heads, int(config.get("head_dim") or hidden // heads)), _windows(config, sizes[0]),

@@ -1,0 +1,47 @@
+"""The memory arithmetic and its refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace._common.errors import StartupError
+from headrace_shard.kv.capacity import free_memory, limits
+from headrace_shard.settings import ShardSettings
+
+GIB = 2**30
+
+
+def test_a_quarter_of_free_memory_is_taken() -> None:
+    found = limits(ShardSettings(), 8192, 1024, GIB, 256)
+    assert found.blocks == GIB // 4 // (16 * 1024)
+    assert found.max_total_tokens == 8192
+    assert found.max_input_tokens == 8191
+    assert "25% of 1.0 GiB" in found.explanation
+
+
+def test_no_more_is_taken_than_rows_can_fill() -> None:
+    found = limits(ShardSettings(max_total_tokens=512), 8192, 1, GIB, 4)
+    assert found.blocks == 4 * 512 // 16
+    assert "4 requests of 512 tokens" in found.explanation
+
+
+def test_the_window_shrinks_to_the_cache_unless_it_was_asked_for() -> None:
+    assert limits(ShardSettings(max_batch_total_tokens=160), 8192, 1, GIB, 4).max_total_tokens == 160
+    with pytest.raises(StartupError, match=r"--max-total-tokens 500 does not fit .* 160 tokens"):
+        limits(ShardSettings(max_batch_total_tokens=160, max_total_tokens=500), 8192, 1, GIB, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (ShardSettings(max_total_tokens=9000), "9000 is more than the model's window of 8192"),
+        (ShardSettings(max_input_tokens=64, max_total_tokens=64), "64 must be less than --max-total-tokens 64"),
+    ],
+)
+def test_refusals_name_both_numbers(settings: ShardSettings, message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        limits(settings, 8192, 1024, GIB, 256)
+
+
+def test_free_memory_is_less_than_the_machine_has() -> None:
+    assert 0 < free_memory() < 2**45
