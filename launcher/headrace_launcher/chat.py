@@ -61,14 +61,14 @@ class Client:
             connection.close()
 
     def _connect(self) -> http.client.HTTPConnection:
-        parts = urllib.parse.urlsplit(self.url)
         try:
-            host, port = parts.hostname, parts.port
+            parts = urllib.parse.urlsplit(self.url)
+            scheme, host, port = parts.scheme, parts.hostname, parts.port
         except ValueError:
-            host, port = None, None
-        if parts.scheme not in ("http", "https") or not host:
+            scheme, host, port = "", None, None
+        if scheme not in ("http", "https") or not host:
             raise ChatError(f"{self.url} is not the URL of a server")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
         return kind(host, port, timeout=_TIMEOUT)
 
 
