@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,17 @@ class Reply:
     @property
     def done(self) -> int:
         return self.raw.count(b"data: [DONE]")
+
+
+async def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        TimeoutError: it does not.
+    """
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.002)
 
 
 @dataclass
@@ -76,9 +87,17 @@ class Running:
         Raises:
             TimeoutError: it does not come to that.
         """
+        await until(lambda: self.state() == (0, 0, 0, 0), seconds)
+
+    async def health_is(self, status: int, seconds: float = 5.0) -> None:
+        """Wait until GET /health answers so.
+
+        Raises:
+            TimeoutError: it does not.
+        """
         async with asyncio.timeout(seconds):
-            while self.state() != (0, 0, 0, 0):
-                await asyncio.sleep(0.005)
+            while (await self.get("/health")).status != status:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
     def state(self) -> tuple[int, int, int, int]:
         """(permits taken, waiting, running, running in the shard)"""

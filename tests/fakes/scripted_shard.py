@@ -237,9 +237,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         step.running = len(batch.rows)
         step.timings.total_us = step.timings.forward_us = round(self.step_seconds * 1e6)
         waiting = {i for i in call.waits_for if i in batch.rows and not batch.rows[i].begun}
-        if not batch.rows and len(batch.calls) == 1:
-            step.end = pb.Step.FINISHED
-        elif call.is_prefill and not waiting:
+        if (not batch.rows and len(batch.calls) == 1) or (call.is_prefill and not waiting):
             step.end = pb.Step.FINISHED
         elif len(batch.calls) > 1:
             step.end = pb.Step.YIELDED

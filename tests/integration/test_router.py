@@ -16,7 +16,7 @@ import pytest
 from headrace.v1 import generation_pb2 as pb
 from headrace_router import sse
 from headrace_router.text.pool import TextPool
-from tests.fakes.routers import Running, running
+from tests.fakes.routers import Running, running, until
 from tests.fakes.scripted_shard import ScriptedShard, cycle
 from tests.fakes.text_models import EOS_ID, write_text_model
 
@@ -143,8 +143,8 @@ async def test_stop_strings_over_tokens(server: Running, stop: str) -> None:
     cut = await server.post("/v1/completions", {"prompt": "x", "max_tokens": 200, "stop": stop})
     assert cut.json["choices"][0]["text"] == text[: text.index(stop)]
     assert cut.json["choices"][0]["finish_reason"] == "stop"
-    body = {"prompt": "x", "max_tokens": 200, "stop": stop, "stream": True}
-    events = (await server.post("/v1/completions", body)).events
+    cut_body = {"prompt": "x", "max_tokens": 200, "stop": stop, "stream": True}
+    events = (await server.post("/v1/completions", cut_body)).events
     assert "".join(e["choices"][0]["text"] for e in events) == text[: text.index(stop)]
     await server.settled()
 
@@ -388,15 +388,12 @@ async def test_permits(start: Start) -> None:
 async def test_health_follows_the_shard(server: Running) -> None:
     assert (await server.get("/health")).raw == b""
     server.shard.healthy = False
-    async with asyncio.timeout(5):
-        while (reply := await server.get("/health")).status == 200:
-            await asyncio.sleep(0.05)
+    await server.health_is(503)
+    reply = await server.get("/health")
     assert (reply.status, reply.json) == (503, {"error": "unhealthy", "error_type": "healthcheck"})
     assert (await server.get("/ready")).status == 503
     server.shard.healthy = True
-    async with asyncio.timeout(5):
-        while (await server.get("/health")).status != 200:
-            await asyncio.sleep(0.05)
+    await server.health_is(200)
 
 
 async def test_info_and_metrics(server: Running) -> None:
@@ -474,14 +471,12 @@ async def test_leaving_frees_the_place(server: Running) -> None:
     streams = [await server.start_stream(str(i)) for i in range(4)]
     step = server.shard.step
     streams[0].close()
-    async with asyncio.timeout(1):
-        while server.shard.rows != 3:
-            await asyncio.sleep(0.001)
+    await until(lambda: server.shard.rows == 3)
     assert server.shard.step - step < 50
     for stream in streams[1:]:
         stream.close()
     await server.settled()
-    assert not server.shard.batches
+    await until(lambda: not server.shard.batches)
     assert 'tgi_request_failure{err="dropped"} 4' in (await server.get("/metrics")).raw.decode()
 
 
@@ -489,18 +484,12 @@ async def test_leaving_without_a_stream_or_while_queued(start: Start) -> None:
     async with start(max_batch_size=1) as server:
         stream = await server.start_stream()
         queued = [asyncio.create_task(server.generate(str(i), 900)) for i in range(3)]
-        async with asyncio.timeout(2):
-            while server.router.batcher.waiting != 3:
-                await asyncio.sleep(0.005)
+        await until(lambda: server.router.batcher.waiting == 3)
         queued[0].cancel()
-        async with asyncio.timeout(2):
-            while server.router.batcher.waiting != 2:
-                await asyncio.sleep(0.005)
+        await until(lambda: server.router.batcher.waiting == 2)
         assert server.router.batcher.running == 1
         stream.close()  # the next one runs now, and leaves as well
-        async with asyncio.timeout(2):
-            while server.router.batcher.waiting != 1:
-                await asyncio.sleep(0.005)
+        await until(lambda: server.router.batcher.waiting == 1)
         for task in queued:
             task.cancel()
         await server.settled()
@@ -515,7 +504,7 @@ async def test_many_random_departures(server: Running) -> None:
 
     await asyncio.gather(*(one(number) for number in range(100)))
     await server.settled()
-    assert not server.shard.batches
+    await until(lambda: not server.shard.batches)
 
 
 async def test_preemption_goes_on_where_it_was(server: Running) -> None:
@@ -625,9 +614,7 @@ async def test_a_stopped_shard(start: Start) -> None:
         await server.shard.stop()
         events = (await task).events
         assert [e for e in events if "error" in e] == events[-1:]
-        async with asyncio.timeout(5):
-            while (await server.get("/health")).status == 200:
-                await asyncio.sleep(0.05)
+        await server.health_is(503)
         assert (await server.generate()).status == 424
 
 

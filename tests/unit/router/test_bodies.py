@@ -12,7 +12,7 @@ from headrace_router import sse
 from headrace_router.api.bodies import decode
 from headrace_router.api.errors import answer
 from headrace_router.api.native_types import generate_decoder
-from headrace_router.api.openai_types import chat_decoder
+from headrace_router.api.openai_types import ChatBody, chat_decoder
 
 
 @pytest.mark.parametrize("body", [
@@ -53,7 +53,7 @@ def test_malformed_messages(messages: object) -> None:
 
 
 def test_unknown_fields_and_nulls_are_fine() -> None:
-    names = [f.name for f in msgspec.structs.fields(chat_decoder.type) if f.name != "messages"]
+    names = [f.name for f in msgspec.structs.fields(ChatBody) if f.name != "messages"]
     body = {"messages": [{"role": "user", "content": "x", "y": 1}], "foo": {"bar": [1]}, **dict.fromkeys(names)}
     assert decode(chat_decoder, json.dumps(body).encode()).messages[0].content == "x"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ stop_lists = st.lists(st.text("ab\u00e9", min_size=1, max_size=4), min_size=1, m
 
 def cut(text: str, places: list[int]) -> list[str]:
     edges = sorted({0, len(text), *(p % (len(text) + 1) for p in places)})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(edges)]
 
 
 def expected(text: str, stops: tuple[str, ...], keep: bool) -> tuple[str, bool]:

@@ -63,7 +63,7 @@ def test_lengths() -> None:
     text = r"`inputs` tokens \+ `max_new_tokens` must be <= 1024. Given: 512 `inputs` tokens and 513 `max_new_tokens`"
     with pytest.raises(InvalidRequest, match=text):
         v.check_lengths(v.NATIVE, 512, 513, LIMITS)
-    with pytest.raises(InvalidRequest, match="must have less than 512 tokens. Given: 513") as caught:
+    with pytest.raises(InvalidRequest, match=r"must have less than 512 tokens. Given: 513") as caught:
         v.check_lengths(v.CHAT, 513, None, LIMITS)
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(InvalidRequest, match="empty"):
