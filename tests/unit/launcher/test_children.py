@@ -75,5 +75,5 @@ async def test_a_child_that_ignores_sigterm_is_killed_with_what_it_started() -> 
     assert child.process.returncode == -signal.SIGKILL
     grandchild = int(child._last_line)
     async with asyncio.timeout(5):
-        while psutil.pid_exists(grandchild) and psutil.Process(grandchild).status() != psutil.STATUS_ZOMBIE:
+        while psutil.pid_exists(grandchild) and psutil.Process(grandchild).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -27,7 +27,8 @@ class Scripted(http.server.BaseHTTPRequestHandler):
         if body["messages"][-1]["content"] == "refuse":
             self._send(400, json.dumps({"error": {"message": "no such thing"}}).encode())
             return
-        frames: list[dict[str, Any]] = [{"choices": [{"delta": {"content": piece}}]} for piece in ("é", str(len(body["messages"])))]
+        pieces = ("é", str(len(body["messages"])))
+        frames: list[dict[str, Any]] = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
         if body["messages"][-1]["content"] == "break":
             frames.append({"error": {"message": "the shard is gone"}})
         text = "".join(f"data: {json.dumps(frame)}\n\n" for frame in frames)
