@@ -32,6 +32,16 @@ def resolve(
     Raises:
         StartupError: there is no such model, or it cannot be served; one line that names the file or folder at fault.
     """
+    try:
+        return _resolve(model_id, revision, hub_cache, caches, say)
+    except OSError as error:  # no right to look, a full disk
+        where = error.filename or model_id or embedded.NAME
+        raise StartupError(f"cannot prepare {model_id or embedded.NAME}: {where}: {error.strerror}") from None
+
+
+def _resolve(
+    model_id: str, revision: str | None, hub_cache: str | None, caches: CacheProvider, say: Callable[[str], None]
+) -> Resolved:
     path = Path(model_id).expanduser().absolute() if model_id else Path()
     if revision is not None and (not model_id or path.exists() or not _is_hub_id(model_id)):
         given = repr(model_id) if model_id else "the default model"

@@ -157,6 +157,14 @@ def test_no_tokenizer(model: Path, caches: CacheProvider) -> None:
     assert "tokenizer.json" in refusal(model, caches)
 
 
+def test_a_folder_that_may_not_be_read(model: Path, caches: CacheProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", deny)
+    assert f"{model}: Permission denied" in refusal(model, caches)
+
+
 def test_a_damaged_config(model: Path, caches: CacheProvider) -> None:
     (model / "config.json").write_text("{")
     assert "config.json is not JSON" in refusal(model, caches)
