@@ -5,6 +5,7 @@ Grouped-query attention with rotary embedding, RMS norms before each block, SwiG
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from headrace_shard.models.base import Model
 from headrace_shard.models.rope import inverse_frequencies
 from headrace_shard.step import StepInput
 from headrace_shard.weights import WeightSource
+
+LOADING_THREADS = 2  # unpacking one layer while another is laid out
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class LlamaModel(Model):
         self._frequencies = inverse_frequencies(config, self.attention.head_dim)
         table = weights.get("model.embed_tokens.weight", (self.config.vocab, self.config.hidden))
         self._embedding = backend.pack_embedding(table)
-        self._layers = [self._load_layer(weights, i) for i in range(self.layers)]
+        with ThreadPoolExecutor(LOADING_THREADS) as pool:
+            self._layers = list(pool.map(lambda i: self._load_layer(weights, i), range(self.layers)))
         self._norm = backend.pack_norm(weights.get("model.norm.weight", (self.config.hidden,)), self.config.epsilon)
         tied = self.config.tied or "lm_head.weight" not in weights.names()
         self._head = backend.pack_linear([table if tied else weights.get("lm_head.weight", tuple(table.shape))])

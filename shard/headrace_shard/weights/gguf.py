@@ -1,4 +1,4 @@
-"""Weights in a GGUF file: the tensor index is read here, the `gguf` package dequantizes.
+"""Weights in a GGUF file, memory-mapped and dequantized tensor by tensor.
 
 `gguf.GGUFReader` decodes every string of the vocabulary (seconds); only the tensor index is needed here.
 Format: the GGUF specification, version 2 and 3.
@@ -18,6 +18,7 @@ import torch
 
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
+from headrace_shard.weights.dequantize import block_layout, dequantize
 
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
@@ -74,27 +75,22 @@ class GgufWeights:
         return frozenset(names)
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-        from gguf.quants import dequantize
-
         theirs = gguf_name(name)
         if theirs not in self._entries:
             raise StartupError(f"{self._path} has no tensor {theirs} ({name})")
         entry = self._entries[theirs]
         if entry.shape != shape:
             raise StartupError(f"tensor {theirs} of {self._path} has shape {entry.shape}; the config asks for {shape}")
-        kind = GGMLQuantizationType(entry.kind)
-        block, size = GGML_QUANT_SIZES[kind]
+        block, size = block_layout(entry.kind)
         row_bytes = shape[-1] // block * size
         begin, length = self._start + entry.offset, prod(shape[:-1]) * row_bytes
         if begin + length > len(self._data):
             raise StartupError(f"{self._path} is cut off: tensor {theirs} ends beyond the file")
-        raw = self._data[begin : begin + length].reshape(*shape[:-1], row_bytes)
         try:
-            values = dequantize(raw, kind)
+            values = dequantize(np.asarray(self._data[begin : begin + length]), entry.kind)
         except NotImplementedError:
-            raise StartupError(f"tensor {theirs} of {self._path} is {kind.name}, which cannot be dequantized") from None
-        tensor = torch.from_numpy(np.array(values, dtype=np.float32)).reshape(shape)
+            raise StartupError(f"tensor {theirs} of {self._path} is of type {entry.kind}, which is not known") from None
+        tensor = torch.from_numpy(values).reshape(shape)
         if self._architecture == "llama" and (match := re.search(r"self_attn\.([qk])_proj", name)):
             tensor = _unpermute(tensor, self._heads if match[1] == "q" else self._kv_heads)
         return tensor
