@@ -11,7 +11,8 @@ from headrace_shard.kv.blocks import NULL_BLOCK, BlockManager, blocks_for
 
 @given(st.integers(1, 20), st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=60))
 def test_every_block_is_free_or_held_by_one(blocks: int, actions: list[tuple[bool, int]]) -> None:
-    manager, held = BlockManager(blocks), [[]]
+    manager = BlockManager(blocks)
+    held: list[list[int]] = [[]]
     for allocates, number in actions:
         if allocates:
             taken = manager.allocate(number)

@@ -18,7 +18,17 @@ from headrace_shard.calls import UNREAD_LIMIT, Call
 from headrace_shard.executor import Delivery, Executor
 from headrace_shard.kv.blocks import BLOCK_SIZE, BlockManager
 from headrace_shard.requests import (
-    CANCELLED, EOS_TOKEN, ERROR, FINISHED, LENGTH, MAX_STEPS, RUNNING, STOP_TOKEN, YIELDED, Request, StepResult,
+    CANCELLED,
+    EOS_TOKEN,
+    ERROR,
+    FINISHED,
+    LENGTH,
+    MAX_STEPS,
+    RUNNING,
+    STOP_TOKEN,
+    YIELDED,
+    Request,
+    StepResult,
 )
 from headrace_shard.sampling.params import SamplingParams
 from headrace_shard.step import StepInput
@@ -60,7 +70,8 @@ class MemoryModel:
 
     def _read(self, table: np.ndarray, length: int) -> list[int]:
         places = (table[:, None].astype(np.int64) * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)[:length]
-        return self.cache[places].tolist()
+        tokens: list[int] = self.cache[places].tolist()
+        return tokens
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -408,7 +419,9 @@ def test_a_client_that_resumes_gets_every_request_whole(
     d = Driver(blocks=blocks, rows=rows, step_tokens=step_tokens)
     wanted = {i + 1: (prompt, min(n, 128 - len(prompt)), priority) for i, (prompt, n, priority, _) in enumerate(jobs)}
     got: dict[int, list[int]] = {n: [] for n in wanted}
-    waiting, ended, batch, calls = list(wanted), set(), 0, []
+    waiting, batch = list(wanted), 0
+    ended: set[int] = set()
+    calls: list[Call] = []
     arrivals = {i + 1: job[3] for i, job in enumerate(jobs)}
     for turn in range(4000):
         ready = [n for n in waiting if arrivals[n] <= turn]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,14 +74,14 @@ def test_the_two_stage_selection_is_exact(vocab: int) -> None:
     assert torch.equal(logits.gather(1, ids), values)
 
 
-def row(index: int = 0, top_n: int = 0, output: np.ndarray = NONE, **params: object) -> Row:
-    return Row(SamplingParams(**params), NONE, output, index, (), top_n)  # type: ignore[arg-type]
+def row(index: int = 0, top_n: int = 0, output: Any = NONE, **params: Any) -> Row:
+    return Row(SamplingParams(**params), NONE, output, index, (), top_n)
 
 
 @pytest.mark.parametrize(
     "params", [{}, {"top_k": 3}, {"top_p": 0.7}, {"temperature": 2.0, "top_p": 0.9}, {"typical_p": 0.6}, {"min_p": 0.2}]
 )
-def test_draws_follow_the_filtered_distribution(params: dict[str, float]) -> None:
+def test_draws_follow_the_filtered_distribution(params: dict[str, Any]) -> None:
     logits = torch.randn(200, generator=torch.Generator().manual_seed(3)) * 2
     allowed = by_sorting(
         logits / params.get("temperature", 1), int(params.get("top_k", 0)), params.get("top_p", 1),
@@ -106,7 +107,7 @@ def test_draws_follow_the_filtered_distribution(params: dict[str, float]) -> Non
 @given(st.integers(0, 10**6))
 def test_a_row_draws_the_same_alone_and_in_company(seed: int) -> None:
     logits = torch.randn(5, 3000, generator=torch.Generator().manual_seed(seed)) * 3
-    kinds: list[dict[str, object]] = [
+    kinds: list[dict[str, Any]] = [
         {}, {"sampled": True}, {"sampled": True, "top_p": 0.9}, {"sampled": True, "top_k": 20, "top_p": 0.5},
         {"sampled": True, "typical_p": 0.8, "frequency_penalty": 1.0},
     ]

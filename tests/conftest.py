@@ -1,0 +1,68 @@
+"""Fixtures for all tests: model folders, and servers that are started once for each set of flags."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import write_tiny_model
+from tests.processes import Service, ShardProcess
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> Path:
+    """The model folder of the default model, fetched if it is not in the cache."""
+    command = [sys.executable, "-c", "from headrace_launcher.cli import main; main()", "resolve"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def reference() -> list[dict[str, Any]]:
+    """What transformers answers; see tests/reference."""
+    rows: list[dict[str, Any]] = json.loads((Path(__file__).parent / "reference/reference.json").read_text("utf-8"))
+    return rows
+
+
+@pytest.fixture(scope="session")
+def shard() -> Iterator[Callable[..., ShardProcess]]:
+    """shard(folder, *flags): a running shard, shared by all tests that ask for the same."""
+    running: dict[tuple[str, ...], ShardProcess] = {}
+
+    def get(folder: Path, *flags: str) -> ShardProcess:
+        key = (str(folder), *flags)
+        if key not in running:
+            running[key] = ShardProcess(folder, *flags)
+        return running[key].wait_ready()
+
+    yield get
+    for process in running.values():
+        process.stop()
+
+
+@pytest.fixture(scope="session")
+def service() -> Iterator[Callable[..., Service]]:
+    """service(*flags): a running service, shared by all tests that ask for the same."""
+    running: dict[tuple[str, ...], Service] = {}
+
+    def get(*flags: str) -> Service:
+        if flags not in running:
+            running[flags] = Service(*flags)
+        return running[flags].wait_ready()
+
+    yield get
+    for process in running.values():
+        process.stop()
