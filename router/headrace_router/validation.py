@@ -122,6 +122,14 @@ def check_lengths(rules: Rules, length: int, max_new_tokens: int | None, limits:
     return limits.max_total_tokens - length if max_new_tokens is None else max_new_tokens
 
 
+def too_long(rules: Rules, at_least: int, limits: Limits) -> InvalidRequest:
+    """The refusal of a prompt whose tokens were not all counted: there are more than `at_least`."""
+    return InvalidRequest(
+        f"`{rules.inputs}` must have less than {limits.max_input_tokens} tokens. Given: more than {at_least}",
+        rules.inputs, CONTEXT_LENGTH_EXCEEDED,
+    )
+
+
 def check_logit_bias(given: dict[str, float] | None, limits: Limits) -> dict[int, float]:
     """OpenAI's logit_bias by token id.
 

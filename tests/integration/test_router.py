@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -344,6 +345,18 @@ async def test_context_length(server: Running) -> None:
         assert reply.status == 400
         assert reply.json["error"]["code"] == "context_length_exceeded"
         assert "1023" in reply.json["error"]["message"]
+
+
+@pytest.mark.parametrize("repeats", [1500, 300_000])
+async def test_prompts_far_over_the_limit(server: Running, repeats: int) -> None:
+    text = "a " * repeats
+    native = await server.post("/generate", {"inputs": text, "parameters": {"max_new_tokens": 1}})
+    assert native.status == 422
+    chat = await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 1})
+    for message in (native.json["error"], chat.json["error"]["message"]):
+        assert re.search(r"\b102[34]\b.*Given: (more than )?\d+", message)
+    cut = await server.generate(text, 1, truncate=5)
+    assert cut.headers["x-prompt-tokens"] == "5"
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a"] * 5, [1, "a"], [400], [-1], [[5, 400]]])

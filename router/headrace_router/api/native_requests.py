@@ -10,6 +10,7 @@ from headrace_router.api.caller import Caller
 from headrace_router.api.native_types import GenerateBody, Parameters
 from headrace_router.limits import Limits
 from headrace_router.service import Service
+from headrace_router.text.pool import TooLong
 from headrace_router.types import GenerateRequest, Sampling
 from headrace_router.validation import (
     NATIVE,
@@ -18,6 +19,7 @@ from headrace_router.validation import (
     check_stop,
     draw_seed,
     float32,
+    too_long,
 )
 
 
@@ -109,5 +111,9 @@ async def _prompt(service: Service, inputs: str, truncate: int | None) -> list[i
     if truncate is not None and not 0 < truncate <= limit:
         text = f"`truncate` must be strictly positive and less than {limit}. Given: {truncate}"
         raise InvalidRequest(text, "truncate")
-    ids = await service.text.encode(inputs)
-    return ids if truncate is None else ids[-truncate:]
+    if truncate is not None:
+        return (await service.text.encode(inputs))[-truncate:]
+    try:
+        return await service.text.encode(inputs, limit)
+    except TooLong as error:
+        raise too_long(NATIVE, error.at_least, service.limits) from None

@@ -13,6 +13,7 @@ from headrace_router.api.caller import Caller
 from headrace_router.api.openai_types import ChatBody, CommonBody, CompletionBody, Message
 from headrace_router.limits import Limits
 from headrace_router.service import Service
+from headrace_router.text.pool import TooLong
 from headrace_router.types import GenerateRequest, Sampling
 from headrace_router.validation import (
     CHAT,
@@ -26,6 +27,7 @@ from headrace_router.validation import (
     check_stop,
     draw_seed,
     float32,
+    too_long,
 )
 
 MAX_TOP_LOGPROBS = 20
@@ -159,7 +161,10 @@ async def prepare_chat(service: Service, body: ChatBody, caller: Caller) -> Prep
     )
     if body.response_format is not None and body.response_format.get("type") != "text":
         raise InvalidRequest("`response_format` is not supported, except for the type `text`", "response_format")
-    prompt = await service.text.chat(messages)
+    try:
+        prompt = await service.text.chat(messages, limits.max_input_tokens)
+    except TooLong as error:
+        raise too_long(CHAT, error.at_least, limits) from None
     request = _request(CHAT, service, prompt.ids, max_tokens, sampling, stop, top_n, caller)
     return Prepared([request], len(prompt.text), shown)
 
@@ -183,9 +188,16 @@ async def prepare_completion(service: Service, body: CompletionBody, caller: Cal
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     requests = []
     for prompt in prompts:
-        ids = await service.text.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = await _encode(service, prompt) if isinstance(prompt, str) else prompt
         requests.append(_request(COMPLETIONS, service, ids, max_tokens, sampling, stop, body.logprobs or 0, caller))
     return Prepared(requests, sum(len(p) for p in prompts if isinstance(p, str)), shown)
+
+
+async def _encode(service: Service, prompt: str) -> list[int]:
+    try:
+        return await service.text.encode(prompt, service.limits.max_input_tokens)
+    except TooLong as error:
+        raise too_long(COMPLETIONS, error.at_least, service.limits) from None
 
 
 def _prompts(body: CompletionBody, limits: Limits) -> list[str | list[int]]:

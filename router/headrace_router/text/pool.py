@@ -21,6 +21,17 @@ from headrace_router.text.template import MAX_SECONDS, ChatTemplate
 T = TypeVar("T")
 
 
+SLICE = 16_384  # characters
+
+
+class TooLong(Exception):
+    """A text has more tokens than could ever be served; they were not all counted."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"more than {at_least} tokens")
+        self.at_least = at_least
+
+
 @dataclass(frozen=True)
 class ChatPrompt:
     """A rendered conversation."""
@@ -48,24 +59,45 @@ class TextPool:
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a raw prompt, with the special tokens that the tokenizer adds."""
-        return await self._run(self.tokenizer.encode, text)
+    async def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Token ids of a raw prompt, with the special tokens that the tokenizer adds.
+
+        Raises:
+            TooLong: there are many more than `most`.
+        """
+        return await self._run(self._encode, text, most)
+
+    def _encode(self, text: str, most: int | None) -> list[int]:
+        self._check_length(text, most)
+        return self.tokenizer.encode(text)
+
+    def _check_length(self, text: str, most: int | None) -> None:
+        """Refuse a hopeless text before it costs the memory of all its tokens. Cutting it adds a few tokens, never
+        twice as many.
+        """
+        if most is None or len(text) < 8 * most + SLICE:
+            return
+        count = 0
+        for start in range(0, len(text), SLICE):
+            count += len(self.tokenizer.encode(text[start : start + SLICE], add_special_tokens=False))
+            if count > 2 * most + SLICE:
+                raise TooLong(most)
 
     async def pieces(self, text: str, add_special_tokens: bool = True) -> list[Piece]:
         """Tokens of a text with offsets in characters."""
         return await self._run(self.tokenizer.pieces, text, add_special_tokens)
 
-    async def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> ChatPrompt:
+    async def chat(self, messages: list[dict[str, Any]], most: int | None = None) -> ChatPrompt:
         """The prompt of a conversation. If the assistant spoke last, it goes on where it stopped.
 
         Raises:
+            TooLong: it has many more tokens than `most`.
             TemplateError: there is no template, or it refused the conversation or failed.
             InvalidRequest: the messages cannot be put before a template.
         """
         try:
             async with asyncio.timeout(2 * MAX_SECONDS):
-                return await self._run(self._render, messages, tools)
+                return await self._run(self._render, messages, most)
         except TimeoutError:
             raise TemplateError("Template error: the chat template takes too long") from None
 
@@ -82,7 +114,7 @@ class TextPool:
             start = stop
         return made
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> ChatPrompt:
+    def _render(self, messages: list[dict[str, Any]], most: int | None) -> ChatPrompt:
         if self._template is None:
             raise TemplateError(self._template_error)
         ready = template_messages(messages)
@@ -91,9 +123,10 @@ class TextPool:
         marked = Marked(ready, self._chat.control)
         goes_on = marked.messages[-1]["role"] == "assistant" and not marked.messages[-1].get("tool_calls")
         final = marked.messages[-1]["content"] if goes_on else ""
-        rendered = self._template.render(marked.messages, add_generation_prompt=not goes_on, tools=tools)
+        rendered = self._template.render(marked.messages, add_generation_prompt=not goes_on)
         if goes_on:
             rendered = _cut_after(rendered, final)
+        self._check_length(rendered, most)
         return ChatPrompt(marked.plain(rendered), self._chat.encode(marked.parts(rendered)))
 
 
