@@ -42,6 +42,8 @@ def run(**given: Any) -> int:
             os.unlink(path)
 
     die_with_parent(cleanup)
+    # torch's threads sleep between operations: spinning ones cost a busy machine three times the step.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from headrace_shard import server
 
     return server.run(settings, path, time.perf_counter() - begin)

@@ -118,6 +118,8 @@ class GenerationService(pb_grpc.GenerationServicer):
         self._executor.submit(call)
         ended = False
         try:
+            # Tells the client that the call has its place in the order of calls: its next one may follow.
+            await context.send_initial_metadata(())
             while not ended:
                 item = await queue.get()
                 if isinstance(item, HeadraceError):
