@@ -51,6 +51,7 @@ def plan(given: dict[str, Any], with_router: bool) -> Plan:
     tgi_flags.warn_of_environment(lambda text: print(f"warning: {text}", file=sys.stderr))
     given = {**given, "max_input_tokens": _input_limit(given)}
     values = dataclasses.asdict(options.collect(_union(with_router), given))
+    values["max_step_tokens"] = _step_budget(values)
     router = _take(RouterSettings, values) if with_router else None
     made = Plan(_take(LauncherSettings, values), _take(ShardSettings, values), router)
     _check_shards(made, given.get("sharded"))
@@ -84,6 +85,23 @@ def _input_limit(given: dict[str, Any]) -> int | None:
     if limit is not None and old is not None and limit != old:
         raise click.UsageError(f"--max-input-tokens {limit} and --max-input-length {old} are two names of one setting")
     return old if limit is None else limit
+
+
+def _step_budget(values: dict[str, Any]) -> int | None:
+    """--max-step-tokens, or TGI's --max-batch-prefill-tokens, which promises that a whole prompt fits into a step."""
+    budget: int | None = values["max_step_tokens"]
+    old: int | None = values["max_batch_prefill_tokens"]
+    longest: int | None = values["max_input_tokens"]
+    if old is None:
+        return budget
+    if budget is not None and budget != old:
+        raise click.UsageError(f"--max-step-tokens {budget} and --max-batch-prefill-tokens {old} are two names of one setting")
+    if longest is not None and old < longest:
+        raise click.UsageError(
+            f"--max-batch-prefill-tokens {old} is less than --max-input-tokens {longest}; "
+            "for prompts that are computed in chunks say --max-step-tokens"
+        )
+    return old
 
 
 def _check_shards(made: Plan, sharded: bool | None) -> None:

@@ -15,6 +15,9 @@ class LauncherSettings:
     model_id: str = option("", "hub id, folder of safetensors, or .gguf file; SmolLM2-135M-Instruct if not given")
     revision: str | None = option(None, "branch, tag or commit of a hub model")
     num_shard: int = option(1, "tensor-parallel shards", minimum=1)
+    max_batch_prefill_tokens: int | None = option(
+        None, "TGI's name of --max-step-tokens; not less than --max-input-tokens", minimum=1
+    )
     huggingface_hub_cache: str | None = option(None, "cache folder of hub models")
     shard_uds_path: str = option("", "prefix of the shards' unix sockets; a private folder if not given")
     master_addr: str = option("localhost", "rendezvous address of shards on several hosts; no effect on one host")

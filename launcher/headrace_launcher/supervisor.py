@@ -1,6 +1,6 @@
 """Starting the processes in order, watching them, and stopping them in order.
 
-    shards -> Health of every rank -> router -> /health is 200 -> one line on stdout -> wait
+    shards and router -> Health of every rank -> /health is 200 -> one line on stdout -> wait
     SIGTERM: router drains and ends -> shards end -> status 0.  A dead child: everything ends -> status 1.
 """
 
@@ -21,6 +21,7 @@ from headrace_launcher import arguments, sockets
 from headrace_launcher.arguments import Plan
 from headrace_launcher.children import Child
 from headrace_launcher.models.resolve import Resolved
+from headrace_router.settings import RouterSettings
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -107,26 +108,27 @@ class Supervisor:
             )
             command = arguments.shard_command(settings)
             self._shards.append(await Child.start(f"shard {rank}", command, self._env, as_json))
-        await self._guarded(self._progress("the shards load the model", _all_healthy(paths)))
         target = f"unix:{paths[0]}"
+        if plan.router is not None:  # it waits for the leading shard by itself, so its imports cost no time
+            self._router = await self._spawn_router(plan.router, target)
+        await self._guarded(self._progress("the shards load the model", _all_healthy(paths)))
         breakdown = self._shards[0].startup_times or "shard ready"
         router_url = None
         if plan.router is not None:
             before = time.monotonic()
-            router_url = await self._start_router(plan, target)
+            answers = _http_healthy(plan.router.hostname, plan.router.port)
+            await self._guarded(self._progress("the router starts", answers))
+            router_url = sockets.url(plan.router.hostname, plan.router.port)
             breakdown += f", router {time.monotonic() - before:.1f} s"
         self._announce(Started(self._model.name, router_url, target, time.monotonic() - self._began, breakdown))
 
-    async def _start_router(self, plan: Plan, target: str) -> str:
-        assert plan.router is not None
+    async def _spawn_router(self, router: RouterSettings, target: str) -> Child:
         settings = dataclasses.replace(
-            plan.router, model_folder=str(self._model.folder), model_id=self._model.name, model_sha=self._model.sha,
+            router, model_folder=str(self._model.folder), model_id=self._model.name, model_sha=self._model.sha,
             shard_target=target,
         )
-        command = arguments.router_command(settings)
-        self._router = await Child.start("router", command, self._env, plan.launcher.json_output)
-        await self._guarded(self._progress("the router starts", _http_healthy(settings.hostname, settings.port)))
-        return sockets.url(settings.hostname, settings.port)
+        as_json = self._plan.launcher.json_output
+        return await Child.start("router", arguments.router_command(settings), self._env, as_json)
 
     async def _guarded(self, work: Awaitable[T]) -> T:
         """The result of `work`, unless a signal or the death of a child comes first."""

@@ -58,7 +58,7 @@ class Router:
         await shard.connect(CONNECT_SECONDS)
         limits = find_limits(settings, shard.info)
         metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
-        budget = settings.max_batch_prefill_tokens or 0
+        budget = settings.max_step_tokens or 0
         batcher = self.batcher = Batcher(shard, self._text.tokenizer, limits, metrics, budget)
         gauges = Gauges(
             lambda: batcher.waiting, lambda: batcher.running, lambda: batcher.running_tokens,

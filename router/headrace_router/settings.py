@@ -31,8 +31,8 @@ class RouterSettings:
     max_total_tokens: int | None = option(
         None, "longest prompt plus output, in tokens; the model's own if not given", minimum=2,
     )
-    max_batch_prefill_tokens: int | None = option(
-        None, "token budget of one step; the shard's own if not given", minimum=1,
+    max_step_tokens: int | None = option(
+        None, "token budget of one step; the shard's own if not given", env="HEADRACE_MAX_STEP_TOKENS", minimum=1
     )
     max_batch_size: int | None = option(
         None, "requests that run at once; the shard's own limit if not given", minimum=1,

@@ -59,7 +59,7 @@ def load(settings: ShardSettings, folder: ModelFolder) -> Loaded:
         start = time.perf_counter()
         slowest = _warm_up(model)
     return Loaded(
-        model, found, rows, settings.max_batch_prefill_tokens or STEP_TOKENS[device.type], dtype, device.type,
+        model, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type], dtype, device.type,
         time.perf_counter() - start, slowest,
     )
 

@@ -29,7 +29,9 @@ class ShardSettings:
     max_total_tokens: int | None = option(
         None, "longest prompt plus output, in tokens; the model's own if not given", minimum=2
     )
-    max_batch_prefill_tokens: int | None = option(None, "token budget of one step; 256 on a CPU if not given", minimum=1)
+    max_step_tokens: int | None = option(
+        None, "token budget of one step; 256 on a CPU if not given", env="HEADRACE_MAX_STEP_TOKENS", minimum=1
+    )
     max_batch_total_tokens: int | None = option(
         None, "tokens that the KV cache holds; computed from free memory if not given", minimum=16
     )

@@ -24,7 +24,7 @@ Start = Callable[..., ShardProcess]
 
 @pytest.fixture(scope="module")
 def one(shard: Start, tiny_model: Path) -> ShardProcess:
-    return shard(tiny_model, "--max-batch-prefill-tokens", "64", "--max-batch-size", "8", "--batch-lease", "2")
+    return shard(tiny_model, "--max-step-tokens", "64", "--max-batch-size", "8", "--batch-lease", "2")
 
 
 def ask(number: int, text: str = "Hello", n: int = 5, **more: Any) -> pb.Request:

@@ -96,8 +96,17 @@ def test_contradictions_name_what_contradicts(argv: list[str], words: list[str])
 
 def test_a_small_step_budget_is_fine() -> None:
     """Prompts are cut into chunks, so that the budget of a step does not bound them."""
-    made = plan("--max-input-tokens", "512", "--max-total-tokens", "1024", "--max-batch-prefill-tokens", "64")
-    assert made.shard.max_batch_prefill_tokens == 64
+    made = plan("--max-input-tokens", "512", "--max-total-tokens", "1024", "--max-step-tokens", "64")
+    assert made.shard.max_step_tokens == 64
+    assert made.router is not None
+    assert made.router.max_step_tokens == 64
+
+
+def test_tgis_name_of_the_step_budget_promises_whole_prompts() -> None:
+    assert plan("--max-input-tokens", "512", "--max-batch-prefill-tokens", "600").shard.max_step_tokens == 600
+    message = refusal("--max-input-tokens", "512", "--max-batch-prefill-tokens", "64")
+    assert "--max-batch-prefill-tokens 64 is less than --max-input-tokens 512" in message
+    assert "two names of one setting" in refusal("--max-step-tokens", "9", "--max-batch-prefill-tokens", "8")
 
 
 def test_equal_old_and_new_input_limit() -> None:
