@@ -25,8 +25,10 @@ def run(**given: Any) -> int:
     begin = time.perf_counter()
     if not settings.model_folder:
         raise click.UsageError("--model-folder is missing: the folder with config, tokenizer and weights")
-    if settings.num_shard != 1 or settings.rank != 0:
-        raise click.UsageError(f"--rank {settings.rank} of --num-shard {settings.num_shard}: a shard runs alone, as 0 of 1")
+    if settings.rank >= settings.num_shard:
+        raise click.UsageError(f"--rank {settings.rank} is not below --num-shard {settings.num_shard}")
+    if settings.num_shard > 1 and not settings.shard_uds_path:
+        raise click.UsageError(f"--num-shard {settings.num_shard} needs --shard-uds-path, where the ranks find each other")
     # Checked before torch is imported, which takes seconds.
     from headrace_shard.sockets import check_socket, socket_path
 

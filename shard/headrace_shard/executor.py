@@ -15,14 +15,15 @@ Nothing outside this thread touches batches, rows or blocks; everything comes in
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from headrace._common.errors import HeadraceError
 from headrace_shard.batch import RunningBatch
 from headrace_shard.calls import BatchTable, Call
 from headrace_shard.kv.blocks import BlockManager
+from headrace_shard.parallel.group import GroupBroken, Trouble
 from headrace_shard.requests import EOS_TOKEN, ERROR, LENGTH, STOP_TOKEN, Detail, StepResult, Timings
 from headrace_shard.sampling.sampler import Choice, Row, choose
 from headrace_shard.scheduler import Plan, Scheduler
@@ -42,14 +44,27 @@ log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """The model as the executor sees it."""
+    """The model as the executor sees it. `heartbeat`: seconds without a step after which `idle` is due; None: never."""
+
+    heartbeat: float | None
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits [logit rows, vocab], float32."""
+        """Logits [logit rows, vocab], float32.
+
+        Raises:
+            GroupBroken: another rank is gone; there will be no further step.
+            RuntimeError: this step failed.
+        """
+
+    def idle(self) -> None:
+        """Exchange a sign of life with the other ranks; raises GroupBroken."""
+
+    def stop(self) -> None:
+        """Tell the other ranks that no step follows; raises GroupBroken."""
 
 
 class Executor:
-    """Owns the running batch. Thread-safe: `post`, `submit`, `wake`, `stuck`, `stop`; all else is the thread's own."""
+    """Owns the running batch. Everything but `advance` may be called from any thread."""
 
     def __init__(
         self, runner: Runner, rows: RunningBatch, blocks: BlockManager, *, eos_ids: frozenset[int], vocab_size: int,
@@ -66,6 +81,8 @@ class Executor:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wakeup = threading.Event()
         self._busy_since = math.inf
+        self._last_pass = time.monotonic()
+        self._trouble: Trouble | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
 
@@ -78,6 +95,8 @@ class Executor:
         """End the thread after the step at work."""
         self._stopping = True
         self._wakeup.set()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
 
     def wake(self) -> None:
         """Look again: a client has read."""
@@ -98,13 +117,13 @@ class Executor:
         """At the next boundary; gives the number of batches freed."""
         return self._ask(lambda: self._table.clear(batch_id, owner, time.monotonic()))
 
-    def stuck(self) -> str | None:
+    def trouble(self) -> Trouble | None:
         """Why the executor is not healthy, or None."""
-        if not self._thread.is_alive():
-            return "the executor has ended"
+        if self._trouble or not self._thread.is_alive():
+            return self._trouble or Trouble("the executor has ended", "failed")
         seconds = time.monotonic() - self._busy_since
         if seconds > self._step_deadline:
-            return f"the executor is in one step for {seconds:.0f} s"
+            return Trouble(f"rank 0 is in one step for {seconds:.0f} s", "hung")
         return None
 
     def _post(self, action: Callable[[], None]) -> None:
@@ -128,11 +147,17 @@ class Executor:
     # the thread
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while not self._stopping:
-                self._wakeup.clear()
-                if not self.advance():
-                    self._wakeup.wait(self._until_next_lease())
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._wakeup.clear()
+                    if not self.advance():
+                        self._wakeup.wait(self._patience())
+                        self._keep_alive()
+                self._runner.stop()
+        except GroupBroken as error:
+            if not self._stopping:
+                self._give_up(str(error), "lost" if error.lost else "failed")
 
     def advance(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
@@ -141,14 +166,36 @@ class Executor:
         if plan is None:
             # Planning may have preempted requests; what that ends may let a waiting call start.
             return self._boundary()
-        self._busy_since = time.monotonic()
-        self._step(plan)
-        self._busy_since = math.inf
+        with self._busy():
+            self._step(plan)
         return True
 
-    def _until_next_lease(self) -> float | None:
-        at = self._table.next_expiry()
-        return None if at == math.inf else max(0.0, at - time.monotonic())
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """While this lasts the step deadline counts."""
+        self._busy_since = time.monotonic()
+        yield
+        self._busy_since = math.inf
+        self._last_pass = time.monotonic()
+
+    def _patience(self) -> float | None:
+        """Seconds that an idle executor may sleep: until a lease ends or a heartbeat is due."""
+        now, beat = time.monotonic(), self._runner.heartbeat
+        at = min(self._table.next_expiry(), self._last_pass + beat if beat else math.inf)
+        return None if at == math.inf else max(0.0, at - now)
+
+    def _keep_alive(self) -> None:
+        beat = self._runner.heartbeat
+        if beat and time.monotonic() - self._last_pass >= beat:
+            with self._busy():
+                self._runner.idle()
+
+    def _give_up(self, message: str, kind: Literal["lost", "failed"]) -> None:
+        """No step can be run any more: every request ends with an error."""
+        for batch in self._table.at_work():
+            self._end_all(list(batch.slots.values()), message)
+        self._boundary()
+        self._trouble = Trouble(message, kind)
 
     def _boundary(self) -> bool:
         """Returns whether anything was handed over."""
@@ -260,12 +307,13 @@ class Executor:
 
     def _fail(self, plan: Plan, message: str) -> None:
         """End every request of a step that could not be run."""
-        for slot in plan.slots.tolist():
-            batch = self._table.batches[int(self._rows.batch[slot])]
-            result = self._table.result_of(batch)
-            request = self._rows.request(slot)
-            result.details.append(Detail(request.id, ERROR, message))
-            self._table.drop(slot)
+        self._end_all(plan.slots.tolist(), message)
         for batch in self._table.at_work():
             if batch.call and batch.call.result:
                 batch.call.steps += 1
+
+    def _end_all(self, slots: list[int], message: str) -> None:
+        for slot in slots:
+            batch = self._table.batches[int(self._rows.batch[slot])]
+            self._table.result_of(batch).details.append(Detail(self._rows.request(slot).id, ERROR, message))
+            self._table.drop(slot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -14,20 +15,24 @@ from headrace_shard.backends import choose_backend
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.kv.capacity import Limits, free_memory, limits
 from headrace_shard.models import Model, load_model
+from headrace_shard.parallel.group import Alone, DistributedGroup, Group
 from headrace_shard.settings import ShardSettings
 from headrace_shard.step import Chunk, StepInput
 from headrace_shard.weights import open_weights
 
 ROWS = 256  # requests that run at once, unless settings say otherwise
 STEP_TOKENS = {"cpu": 256, "cuda": 4096}
+STEP_DEADLINE = 10.0  # seconds, or this many times the warm-up's step if that is more:
+STEP_DEADLINE_FACTOR = 20
 UNBOUNDED = 131072  # window in tokens of a model whose config names none
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to run, and what was found while it was made so."""
+    """A model, or one rank's part of it, that is ready to run, and what was found while it was made so."""
 
     model: Model
+    group: Group
     limits: Limits
     rows: int
     max_step_tokens: int
@@ -35,33 +40,60 @@ class Loaded:
     device: str
     warmup_seconds: float
     slowest_step: float
+    step_deadline: float
 
 
-def load(settings: ShardSettings, folder: ModelFolder) -> Loaded:
-    """Load the weights, reserve the KV cache, run one small step.
+def load(settings: ShardSettings, folder: ModelFolder, rendezvous: str) -> Loaded:
+    """Meet the other ranks, load the weights, reserve the KV cache, run one small step.
 
     Raises:
         StartupError: the model, its files or the limits do not allow it; one line.
+        GroupBroken: another rank did not get that far.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", settings.rank) if torch.cuda.is_available() else torch.device("cpu")
     dtype = settings.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    backend = choose_backend(getattr(torch, dtype), device)
+    torch.set_num_threads(settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.num_shard))
+    group = meet(settings, rendezvous, device)
+    backend = choose_backend(getattr(torch, dtype), device, group)
     with torch.inference_mode():
-        model = load_model(folder, open_weights(folder), backend)
-        shape = model.attention
-        token_bytes = 2 * model.layers * shape.kv_heads * shape.head_dim * getattr(torch, dtype).itemsize
+        model = load_model(folder, open_weights(folder), backend, settings.rank, settings.num_shard)
         rows = settings.max_batch_size or ROWS
-        free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-        found = limits(settings, folder.max_positions or UNBOUNDED, token_bytes, free, rows)
-        backend.allocate_kv(model.layers, found.blocks, shape)
+        found = agree(group, _limits(settings, folder, model, getattr(torch, dtype), device, rows))
+        backend.allocate_kv(model.layers, found.blocks, model.attention)
         start = time.perf_counter()
         slowest = _warm_up(model)
+        deadline = max(STEP_DEADLINE, STEP_DEADLINE_FACTOR * slowest)
+        if isinstance(group, DistributedGroup):
+            deadline = group.limit(deadline)
     return Loaded(
-        model, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type], dtype, device.type,
-        time.perf_counter() - start, slowest,
+        model, group, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type], dtype, device.type,
+        time.perf_counter() - start, slowest, deadline,
     )
+
+
+def meet(settings: ShardSettings, rendezvous: str, device: torch.device) -> Group:
+    """The group of all ranks."""
+    if settings.num_shard == 1:
+        return Alone()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return DistributedGroup(settings.rank, settings.num_shard, rendezvous, backend)
+
+
+def _limits(
+    settings: ShardSettings, folder: ModelFolder, model: Model, dtype: torch.dtype, device: torch.device, rows: int
+) -> Limits:
+    shape = model.attention
+    token_bytes = 2 * model.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
+    # The ranks of a CPU group share one memory, which each of them sees whole.
+    free = free_memory() // settings.num_shard if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    return limits(settings, folder.max_positions or UNBOUNDED, token_bytes, free, rows)
+
+
+def agree(group: Group, found: Limits) -> Limits:
+    """Rank 0's limits, which hold for all: it has the largest part of the KV heads."""
+    values = torch.tensor([found.max_input_tokens, found.max_total_tokens, found.blocks])
+    longest, total, blocks = group.broadcast(values).tolist()
+    return Limits(longest, total, blocks, found.explanation)
 
 
 def _warm_up(model: Model) -> float:

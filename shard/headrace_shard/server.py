@@ -1,15 +1,17 @@
-"""The process of one rank: sockets, the gRPC server with reflection and health, start and end."""
+"""The process of one rank: what it loads, the gRPC server with reflection and health, its watchdog, start and end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -24,6 +26,9 @@ from headrace_shard.batch import RunningBatch
 from headrace_shard.executor import Executor
 from headrace_shard.kv.blocks import BLOCK_SIZE, BlockManager
 from headrace_shard.loading import Loaded, load
+from headrace_shard.parallel.group import GroupBroken, Trouble
+from headrace_shard.parallel.runner import Follower, Leader
+from headrace_shard.relay import Relay
 from headrace_shard.service import Deliveries, GenerationService
 from headrace_shard.settings import ShardSettings
 from headrace_shard.wire import RequestLimits, RequestReader
@@ -33,16 +38,85 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 OPTIONS = [
     ("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0),
 ]
-STEP_DEADLINE = 10.0  # seconds, or this many times the warm-up's step if that is more:
-STEP_DEADLINE_FACTOR = 20
+LOST_GROUP = 3  # exit status of a rank that ends because another one did
+WATCH_SECONDS = 0.5
+FLUSH_SECONDS = 1.0  # for clients to read how their requests ended, before a failed process goes
 log = logging.getLogger(__name__)
 
 
-async def serve(settings: ShardSettings, path: str, import_seconds: float) -> None:
-    """Load, listen, and run until SIGTERM or SIGINT.
+class Role(Protocol):
+    """What a rank does: lead the group, or follow."""
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Put the service into the server."""
+
+    def start(self) -> None:
+        """Begin to run steps."""
+
+    def trouble(self) -> Trouble | None:
+        """Why this rank is not healthy, or None."""
+
+    async def stop(self) -> None:
+        """Run no further step."""
+
+
+class LeadingRole:
+    """Rank 0: the executor with its scheduler, and the whole service."""
+
+    def __init__(self, settings: ShardSettings, folder: ModelFolder, loaded: Loaded, tokenizer: Tokenizer) -> None:
+        deliveries = Deliveries(asyncio.get_running_loop())
+        limits, vocab = loaded.limits, loaded.model.vocab_size
+        self._executor = Executor(
+            Leader(loaded.model, loaded.group), RunningBatch(loaded.rows, limits.max_total_tokens),
+            BlockManager(limits.blocks), eos_ids=frozenset(folder.eos_token_ids), vocab_size=vocab,
+            max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
+            step_deadline=loaded.step_deadline,
+        )
+        reader = RequestReader(RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab), tokenizer)
+        self._service = GenerationService(
+            self._executor, deliveries, reader, info(settings, folder, loaded), warmup(loaded)
+        )
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        pb_grpc.add_GenerationServicer_to_server(self._service, server)
+
+    def start(self) -> None:
+        self._executor.start()
+
+    def trouble(self) -> Trouble | None:
+        return self._executor.trouble()
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._executor.stop)
+
+
+class FollowingRole:
+    """Any other rank: runs the steps that the leader sends, relays calls to it."""
+
+    def __init__(self, settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> None:
+        self._follower = Follower(loaded.model, loaded.group, loaded.step_deadline)
+        leader = f"unix:{settings.shard_uds_path}-0"
+        self._relay = Relay(leader, info(settings, folder, loaded), self._follower.trouble)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((self._relay,))
+
+    def start(self) -> None:
+        self._follower.start()
+
+    def trouble(self) -> Trouble | None:
+        return self._follower.trouble()
+
+    async def stop(self) -> None:
+        await self._relay.close()
+
+
+async def serve(settings: ShardSettings, path: str, import_seconds: float) -> int:
+    """Load, listen, and run until SIGTERM or SIGINT; returns the exit status.
 
     Raises:
         StartupError: the model cannot be served, or the address not be bound.
+        GroupBroken: another rank was lost while this one loaded.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -50,47 +124,40 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> No
         loop.add_signal_handler(number, stop.set)
     begin = time.perf_counter()
     folder = ModelFolder.open(settings.model_folder)
-    loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder))
-    tokenizer = Tokenizer(folder.tokenizer_path)
+    loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder, f"{settings.shard_uds_path}-rendezvous"))
+    tokenizer = Tokenizer(folder.tokenizer_path) if settings.rank == 0 else None
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         os._exit(0)  # told to stop while the weights load: nothing is open yet
     loaded = await loading
     load_seconds = time.perf_counter() - begin - loaded.warmup_seconds
-    deliveries = Deliveries(loop)
-    blocks = BlockManager(loaded.limits.blocks)
-    executor = Executor(
-        loaded.model, RunningBatch(loaded.rows, loaded.limits.max_total_tokens), blocks,
-        eos_ids=frozenset(folder.eos_token_ids), vocab_size=loaded.model.vocab_size,
-        max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
-        step_deadline=max(STEP_DEADLINE, STEP_DEADLINE_FACTOR * loaded.slowest_step),
+    role: Role = (
+        LeadingRole(settings, folder, loaded, tokenizer) if tokenizer else FollowingRole(settings, folder, loaded)
     )
-    reader = RequestReader(
-        RequestLimits(loaded.limits.max_input_tokens, loaded.limits.max_total_tokens, loaded.model.vocab_size), tokenizer
-    )
-    service = GenerationService(executor, deliveries, reader, info(settings, folder, loaded), warmup(loaded))
-    server, standard = build_server(service)
+    server, standard = build_server(role)
     bind(server, settings, path)
-    executor.start()
+    role.start()
     await server.start()
     log.info("KV cache: %s", loaded.limits.explanation)
     log.info("ready: import %.1f s, load %.1f s, warm-up %.1f s", import_seconds, load_seconds, loaded.warmup_seconds)
-    watching = asyncio.ensure_future(_report_health(executor, standard))
+    watching = asyncio.ensure_future(watch(role, standard))
     try:
-        await stop.wait()
+        await asyncio.wait({watching, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        status = await watching if watching.done() and not stop.is_set() else 0
+        await role.stop()
+        await server.stop(grace=FLUSH_SECONDS)
+        return status
     finally:
         watching.cancel()
-        executor.stop()
-        await server.stop(grace=1.0)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
-def build_server(service: GenerationService) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+def build_server(role: Role) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
     """A server with the service, grpc.health.v1 and reflection."""
     server = grpc.aio.server(options=OPTIONS)
-    pb_grpc.add_GenerationServicer_to_server(service, server)
+    role.add_to(server)
     standard = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(standard, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -115,24 +182,35 @@ def bind(server: grpc.aio.Server, settings: ShardSettings, path: str) -> None:
     os.chmod(path, 0o600)
 
 
-async def _report_health(executor: Executor, standard: health.aio.HealthServicer) -> None:
-    """Keep grpc.health.v1 as good or bad as `Health`."""
-    statuses = health_pb2.HealthCheckResponse
+async def watch(role: Role, standard: health.aio.HealthServicer) -> int:
+    """Keep grpc.health.v1 true; of a rank in trouble, write why (and the stacks, if it hangs) and return its exit status."""
     while True:
-        status = statuses.NOT_SERVING if executor.stuck() else statuses.SERVING
+        trouble = role.trouble()
+        status = health_pb2.HealthCheckResponse.NOT_SERVING if trouble else health_pb2.HealthCheckResponse.SERVING
         for name in ("", SERVICE):
             await standard.set(name, status)
-        await asyncio.sleep(1.0)
+        if trouble:
+            break
+        await asyncio.sleep(WATCH_SECONDS)
+    if trouble.kind == "hung":
+        log.error("the stacks of all threads of a process that hangs:")
+        faulthandler.dump_traceback(all_threads=True)
+    log.log(logging.WARNING if trouble.kind == "lost" else logging.ERROR, "%s", trouble.reason)
+    await asyncio.sleep(FLUSH_SECONDS)
+    if trouble.kind == "hung":
+        os._exit(1)  # the executor's thread cannot be ended
+    return LOST_GROUP if trouble.kind == "lost" else 1
 
 
 def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> pb.InfoResponse:
     """The answer to Info."""
+    limits = loaded.limits
     return pb.InfoResponse(
         model_id=settings.model_id or Path(settings.model_folder).name, dtype=loaded.dtype, device=loaded.device,
-        rank=settings.rank, world_size=settings.num_shard, leader=settings.rank == 0, vocab_size=loaded.model.vocab_size,
-        eos_token_ids=folder.eos_token_ids, max_input_tokens=loaded.limits.max_input_tokens,
-        max_total_tokens=loaded.limits.max_total_tokens, max_batch_size=loaded.rows,
-        max_step_tokens=loaded.max_step_tokens, block_size=BLOCK_SIZE, blocks=loaded.limits.blocks,
+        rank=settings.rank, world_size=settings.num_shard, leader=settings.rank == 0,
+        vocab_size=loaded.model.vocab_size, eos_token_ids=folder.eos_token_ids,
+        max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens, max_batch_size=loaded.rows,
+        max_step_tokens=loaded.max_step_tokens, block_size=BLOCK_SIZE, blocks=limits.blocks,
         features=["logprobs", "top_n_tokens", "prompt_logprobs", "resume"], contract_version=CONTRACT_VERSION,
     )
 
@@ -150,9 +228,15 @@ def run(settings: ShardSettings, path: str, import_seconds: float) -> int:
     import uvloop
 
     sys.setswitchinterval(0.0005)  # the executor must not hold the GIL for 5 ms against the streams
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # for whoever wants to see where a process is
     try:
-        uvloop.run(serve(settings, path, import_seconds))
+        status: Any = uvloop.run(serve(settings, path, import_seconds))
     except StartupError as error:
         log.error("%s", error)
-        return 1
-    return 0
+        status = 1
+    except GroupBroken as error:
+        log.warning("%s", error)
+        status = LOST_GROUP
+    # Collectives that wait for a lost rank would keep the interpreter from ending.
+    logging.shutdown()
+    os._exit(int(status))

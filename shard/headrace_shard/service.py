@@ -63,9 +63,9 @@ class GenerationService(pb_grpc.GenerationServicer):
         return self._info
 
     async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        reason = self._executor.stuck()
-        if reason:
-            await abort(context, Unhealthy(reason))
+        trouble = self._executor.trouble()
+        if trouble:
+            await abort(context, Unhealthy(trouble.reason))
         return pb.HealthResponse()
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:

@@ -24,7 +24,8 @@ class AttentionShape:
 class Backend(Protocol):
     """Fused operations over the flat token rows of one step, and the packing of weights for them.
 
-    `x` is the residual stream [tokens, hidden]; weights are what `pack_*` returned.
+    `x` is the residual stream [tokens, hidden]; weights are what `pack_*` returned. In a group of several ranks each
+    holds its part of the weights; `embed`, `output`, `mlp` and `head` do the collectives that their parts need.
     """
 
     def pack_linear(self, parts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None) -> Any:
@@ -33,8 +34,8 @@ class Backend(Protocol):
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Any:
         """Weight [hidden] of an RMS norm."""
 
-    def pack_embedding(self, weight: torch.Tensor) -> Any:
-        """Embedding table [vocab, hidden]."""
+    def pack_embedding(self, weight: torch.Tensor, first_id: int) -> Any:
+        """This rank's rows of the embedding table, [rows, hidden], the first of them for token `first_id`."""
 
     def allocate_kv(self, layers: int, blocks: int, shape: AttentionShape) -> None:
         """Reserve the KV cache: `blocks` blocks, numbers 1..blocks, and the null block."""
@@ -58,4 +59,4 @@ class Backend(Protocol):
         """x plus down(silu(gate) up) of the normed x."""
 
     def head(self, x: torch.Tensor, norm: Any, head: Any) -> torch.Tensor:
-        """Logits of the rows that the step wants: [logit rows, vocab], float32."""
+        """Logits of the rows that the step wants: [logit rows, padded vocab], float32; on rank 0 alone they are whole."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from headrace_shard.backends.base import AttentionShape
 from headrace_shard.kv.blocks import BLOCK_SIZE
+from headrace_shard.parallel.group import Group
 from headrace_shard.step import Chunk, StepInput
 
 Range = np.arange(BLOCK_SIZE, dtype=np.int64)
@@ -25,6 +26,14 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """weight [rows, hidden] of the tokens from `first_id` on."""
+
+    weight: torch.Tensor
+    first_id: int
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,8 @@ class ChunkIndices:
 class TorchBackend:
     """Paged attention by gather and batched matrix products; K and V lie as [kv heads, slots, head_dim] a layer."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, dtype: torch.dtype, device: torch.device, group: Group) -> None:
+        self.dtype, self.device, self._group = dtype, device, group
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
 
@@ -63,8 +72,8 @@ class TorchBackend:
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Norm:
         return Norm(self._move(weight), epsilon)
 
-    def pack_embedding(self, weight: torch.Tensor) -> torch.Tensor:
-        return self._move(weight)
+    def pack_embedding(self, weight: torch.Tensor, first_id: int) -> Embedding:
+        return Embedding(self._move(weight), first_id)
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, self.dtype)
@@ -116,8 +125,13 @@ class TorchBackend:
             self._masks[window] = [torch.zeros_like(h, dtype=torch.float32).masked_fill_(h, -torch.inf) for h in hidden]
         return self._masks[window]
 
-    def embed(self, table: torch.Tensor) -> torch.Tensor:
-        return table[self._ids]
+    def embed(self, table: Embedding) -> torch.Tensor:
+        if self._group.world_size == 1:
+            return table.weight[self._ids]
+        places = self._ids - table.first_id
+        here = (places >= 0) & (places < len(table.weight))
+        rows = table.weight[places.clamp(0, len(table.weight) - 1)]
+        return self._group.sum(torch.where(here[:, None], rows, 0))
 
     def norm_qkv(self, x: torch.Tensor, norm: Norm, qkv: Linear) -> torch.Tensor:
         return qkv(norm(x))
@@ -169,12 +183,12 @@ class TorchBackend:
         return torch.bmm(weights, v).view(kv, -1, length, dim).permute(2, 0, 1, 3).reshape(length, -1)
 
     def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Linear) -> torch.Tensor:
-        return x + projection(attended)
+        return x + self._group.sum(projection(attended))
 
     def mlp(self, x: torch.Tensor, norm: Norm, gate_up: Linear, down: Linear) -> torch.Tensor:
         gate, up = gate_up(norm(x)).chunk(2, dim=-1)
-        return x + down(F.silu(gate) * up)
+        return x + self._group.sum(down(F.silu(gate) * up))
 
     def head(self, x: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
         rows = x if self._all_wanted else x[self._wanted]
-        return head(norm(rows)).float()
+        return self._group.gather(head(norm(rows)).float())

@@ -25,9 +25,9 @@ def family_of(folder: ModelFolder) -> type[Model]:
     return FAMILIES[model_type]
 
 
-def load_model(folder: ModelFolder, weights: WeightSource, backend: Backend) -> Model:
-    """The folder's model with its weights packed for the backend."""
-    return family_of(folder)(folder.text_config, weights, backend)
+def load_model(folder: ModelFolder, weights: WeightSource, backend: Backend, rank: int = 0, world_size: int = 1) -> Model:
+    """The folder's model, or one rank's part of it, with its weights packed for the backend."""
+    return family_of(folder)(folder.text_config, weights, backend, rank, world_size)
 
 
 __all__ = ["Model", "family_of", "load_model"]

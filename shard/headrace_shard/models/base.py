@@ -16,10 +16,12 @@ class Model:
 
     layers: int
     vocab_size: int
-    attention: AttentionShape
+    attention: AttentionShape  # of this rank
 
-    def __init__(self, config: dict[str, Any], weights: WeightSource, backend: Backend) -> None:
-        """Read the config and pack the weights.
+    def __init__(
+        self, config: dict[str, Any], weights: WeightSource, backend: Backend, rank: int, world_size: int
+    ) -> None:
+        """Read the config and pack the weights of this rank.
 
         Raises:
             StartupError: the config asks for something that this family has not, or the weights do not fit it.
@@ -27,5 +29,8 @@ class Model:
         raise NotImplementedError
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits of the rows that the step wants: [logit rows, vocab], float32. Writes the step's K and V."""
+        """Logits of the rows that the step wants: [logit rows, vocab], float32. Writes the step's K and V.
+
+        Every rank runs the same steps in the same order; the logits are whole on rank 0 alone.
+        """
         raise NotImplementedError

@@ -15,6 +15,7 @@ from headrace._common.errors import StartupError
 from headrace_shard.backends.base import AttentionShape, Backend
 from headrace_shard.models.base import Model
 from headrace_shard.models.rope import inverse_frequencies
+from headrace_shard.parallel.partition import Partition, Shape
 from headrace_shard.step import StepInput
 from headrace_shard.weights import WeightSource
 
@@ -36,6 +37,12 @@ class LlamaConfig:
     output_bias: bool
     mlp_bias: bool
     tied: bool
+
+    @property
+    def shape(self) -> Shape:
+        """What a partition over several ranks depends on."""
+        a = self.attention
+        return Shape(self.hidden, self.intermediate, self.vocab, a.heads, a.kv_heads, a.head_dim)
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> LlamaConfig:
@@ -85,37 +92,62 @@ class Layer:
 
 
 class LlamaModel(Model):
-    def __init__(self, config: dict[str, Any], weights: WeightSource, backend: Backend) -> None:
+    def __init__(
+        self, config: dict[str, Any], weights: WeightSource, backend: Backend, rank: int, world_size: int
+    ) -> None:
         self.config = LlamaConfig.read(config)
-        self.layers, self.vocab_size, self.attention = self.config.layers, self.config.vocab, self.config.attention
+        self.layers, self.vocab_size = self.config.layers, self.config.vocab
+        self._part = Partition.of(self.config.shape, rank, world_size)
+        self.attention = replace(
+            self.config.attention, heads=len(self._part.heads), kv_heads=len(self._part.kv_heads)
+        )
         self._backend = backend
         self._frequencies = inverse_frequencies(config, self.attention.head_dim)
-        table = weights.get("model.embed_tokens.weight", (self.config.vocab, self.config.hidden))
-        self._embedding = backend.pack_embedding(table)
+        table = self._vocabulary(weights, "model.embed_tokens.weight")
+        self._embedding = backend.pack_embedding(table, self._part.vocab.start)
         with ThreadPoolExecutor(LOADING_THREADS) as pool:
             self._layers = list(pool.map(lambda i: self._load_layer(weights, i), range(self.layers)))
         self._norm = backend.pack_norm(weights.get("model.norm.weight", (self.config.hidden,)), self.config.epsilon)
         tied = self.config.tied or "lm_head.weight" not in weights.names()
-        self._head = backend.pack_linear([table if tied else weights.get("lm_head.weight", tuple(table.shape))])
+        self._head = backend.pack_linear([table if tied else self._vocabulary(weights, "lm_head.weight")])
+
+    def _vocabulary(self, weights: WeightSource, name: str) -> torch.Tensor:
+        """This rank's rows of a [vocab, hidden] matrix; padding rows are zero."""
+        c, mine = self.config, self._part.vocab
+        rows = weights.get(name, (c.vocab, c.hidden), rows=range(min(mine.start, c.vocab), min(mine.stop, c.vocab)))
+        missing = len(mine) - len(rows)
+        return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
     def _load_layer(self, weights: WeightSource, number: int) -> Layer:
-        c, shape, at = self.config, self.attention, f"model.layers.{number}."
-        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        c, part, at = self.config, self._part, f"model.layers.{number}."
+        dim = c.attention.head_dim
+        sizes = {"q": c.attention.heads * dim, "k": c.attention.kv_heads * dim, "v": c.attention.kv_heads * dim}
+        heads = range(part.heads.start * dim, part.heads.stop * dim)
+        kv = range(part.kv_heads.start * dim, part.kv_heads.stop * dim)
 
-        def linear(block: str, outs: dict[str, int], columns: int, bias: bool) -> Any:
-            parts = [weights.get(f"{at}{block}.{n}_proj.weight", (rows, columns)) for n, rows in outs.items()]
-            biases = [weights.get(f"{at}{block}.{n}_proj.bias", (rows,)) for n, rows in outs.items()] if bias else None
-            return self._backend.pack_linear(parts, biases)
+        def column(block: str, outs: dict[str, tuple[int, range]], bias: bool) -> Any:
+            """Cut along the outputs: each rank computes its rows of them."""
+            weight = [weights.get(f"{at}{block}.{n}_proj.weight", (s, c.hidden), rows=r) for n, (s, r) in outs.items()]
+            if not bias:
+                return self._backend.pack_linear(weight)
+            biases = [weights.get(f"{at}{block}.{n}_proj.bias", (s,), rows=r) for n, (s, r) in outs.items()]
+            return self._backend.pack_linear(weight, biases)
+
+        def row(name: str, size: int, columns: range, bias: bool) -> Any:
+            """Cut along the inputs: the ranks' results are summed, so that one alone adds the bias."""
+            weight = weights.get(f"{at}{name}_proj.weight", (c.hidden, size), columns=columns)
+            mine = bias and part.rank == 0
+            return self._backend.pack_linear([weight], [weights.get(f"{at}{name}_proj.bias", (c.hidden,))] if mine else None)
 
         def norm(name: str) -> Any:
             return self._backend.pack_norm(weights.get(f"{at}{name}.weight", (c.hidden,)), c.epsilon)
 
+        inner = (c.intermediate, part.columns)
         return Layer(
-            replace(shape, window=c.windows[number]),
-            norm("input_layernorm"), linear("self_attn", {"q": q, "k": kv, "v": kv}, c.hidden, c.qkv_bias),
-            linear("self_attn", {"o": c.hidden}, q, c.output_bias), norm("post_attention_layernorm"),
-            linear("mlp", {"gate": c.intermediate, "up": c.intermediate}, c.hidden, c.mlp_bias),
-            linear("mlp", {"down": c.hidden}, c.intermediate, c.mlp_bias),
+            replace(self.attention, window=c.windows[number]), norm("input_layernorm"),
+            column("self_attn", {"q": (sizes["q"], heads), "k": (sizes["k"], kv), "v": (sizes["v"], kv)}, c.qkv_bias),
+            row("self_attn.o", sizes["q"], heads, c.output_bias), norm("post_attention_layernorm"),
+            column("mlp", {"gate": inner, "up": inner}, c.mlp_bias), row("mlp.down", *inner, c.mlp_bias),
         )
 
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -126,4 +158,4 @@ class LlamaModel(Model):
             qkv = ops.norm_qkv(x, layer.attention_norm, layer.qkv)
             x = ops.output(x, ops.attention(qkv, number, layer.attention), layer.output)
             x = ops.mlp(x, layer.mlp_norm, layer.gate_up, layer.down)
-        return ops.head(x, self._norm, self._head)
+        return ops.head(x, self._norm, self._head)[:, : self.vocab_size]

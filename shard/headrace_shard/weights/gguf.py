@@ -74,7 +74,9 @@ class GgufWeights:
                 names.add(f"model.layers.{parts[1]}.{back[parts[2]]}.{parts[3]}")
         return frozenset(names)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def get(
+        self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
         theirs = gguf_name(name)
         if theirs not in self._entries:
             raise StartupError(f"{self._path} has no tensor {theirs} ({name})")
@@ -86,13 +88,23 @@ class GgufWeights:
         begin, length = self._start + entry.offset, prod(shape[:-1]) * row_bytes
         if begin + length > len(self._data):
             raise StartupError(f"{self._path} is cut off: tensor {theirs} ends beyond the file")
+        raw = np.asarray(self._data[begin : begin + length]).reshape(-1, row_bytes)
+        if rows is not None and len(shape) > 1:
+            raw = raw[rows.start : rows.stop]
+        cut = columns if columns is not None else (rows if len(shape) == 1 else None)
+        if cut is not None:  # whole blocks first, then the columns among them
+            first, last = cut.start // block, -(-cut.stop // block)
+            raw, cut = raw[:, first * size : last * size], range(cut.start - first * block, cut.stop - first * block)
         try:
-            values = dequantize(np.asarray(self._data[begin : begin + length]), entry.kind)
+            values = dequantize(np.ascontiguousarray(raw).reshape(-1), entry.kind).reshape(len(raw), -1)
         except NotImplementedError:
             raise StartupError(f"tensor {theirs} of {self._path} is of type {entry.kind}, which is not known") from None
-        tensor = torch.from_numpy(values).reshape(shape)
+        tensor = torch.from_numpy(values if cut is None else np.ascontiguousarray(values[:, cut.start : cut.stop]))
+        if len(shape) == 1:
+            return tensor[0]
         if self._architecture == "llama" and (match := re.search(r"self_attn\.([qk])_proj", name)):
-            tensor = _unpermute(tensor, self._heads if match[1] == "q" else self._kv_heads)
+            head_rows = shape[0] // (self._heads if match[1] == "q" else self._kv_heads)
+            tensor = _unpermute(tensor, len(tensor) // head_rows)
         return tensor
 
 

@@ -35,16 +35,24 @@ class SafetensorsWeights:
     def names(self) -> frozenset[str]:
         return frozenset(self._handles)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def get(
+        self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
         if name not in self._handles:
             raise StartupError(f"the weights have no tensor {name}")
         path, handle = self._handles[name]
         try:
-            tensor: torch.Tensor = handle.get_tensor(name)
+            whole = handle.get_slice(name)
+            found = tuple(whole.get_shape())
+            if found != shape:
+                raise StartupError(f"tensor {name} of {path} has shape {found}; the config asks for {shape}")
+            if columns is not None:
+                tensor: torch.Tensor = whole[:, columns.start : columns.stop]
+            else:
+                part = rows if rows is not None else range(shape[0])
+                tensor = whole[part.start : part.stop]
         except (SafetensorError, OSError, ValueError) as error:
             raise StartupError(f"cannot read tensor {name} of {path}: {error}") from None
-        if tuple(tensor.shape) != shape:
-            raise StartupError(f"tensor {name} of {path} has shape {tuple(tensor.shape)}; the config asks for {shape}")
         return tensor
 
 

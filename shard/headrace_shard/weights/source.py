@@ -13,8 +13,12 @@ class WeightSource(Protocol):
     def names(self) -> frozenset[str]:
         """All tensor names."""
 
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of this name, in the data type that the file gives (float32 for quantized ones).
+    def get(
+        self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
+        """A tensor, or the given rows or columns of it, in the data type of the file (float32 for quantized ones).
+
+        `shape` is that of the whole tensor. Only what is asked for is read.
 
         Raises:
             StartupError: it is missing, has another shape, or its file is damaged.

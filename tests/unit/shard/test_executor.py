@@ -44,6 +44,8 @@ def follows(tokens: list[int]) -> int:
 class MemoryModel:
     """Keeps token ids where a model keeps K and V, so that a wrong slot or a lost block gives a wrong token."""
 
+    heartbeat: float | None = None
+
     def __init__(self, blocks: int) -> None:
         self.cache = np.full((blocks + 1) * BLOCK_SIZE, -1, dtype=np.int64)
         self.fails = False
@@ -67,6 +69,12 @@ class MemoryModel:
             else:
                 logits[at, follows(contexts[row])] = 10.0
         return logits
+
+    def idle(self) -> None:
+        raise AssertionError("no heartbeat was asked for")
+
+    def stop(self) -> None:
+        pass
 
     def _read(self, table: np.ndarray, length: int) -> list[int]:
         places = (table[:, None].astype(np.int64) * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)[:length]

@@ -19,6 +19,7 @@ from headrace_shard.backends.torch_backend import TorchBackend
 from headrace_shard.batch import RunningBatch
 from headrace_shard.kv.blocks import BlockManager, blocks_for
 from headrace_shard.models import load_model
+from headrace_shard.parallel.group import Alone
 from headrace_shard.requests import Request
 from headrace_shard.scheduler import build
 from headrace_shard.weights import open_weights
@@ -90,7 +91,7 @@ def test_logits_equal_those_of_transformers(pair: tuple[Path, Any], chunk: int) 
     folder, theirs = pair
     generator = torch.Generator().manual_seed(chunk)
     sequences = [torch.randint(3, 290, (n,), generator=generator).tolist() for n in (1, 2, 17, 40, 23)]
-    ours = logits_of(folder, sequences, chunk, choose_backend(torch.float32, CPU))
+    ours = logits_of(folder, sequences, chunk, choose_backend(torch.float32, CPU, Alone()))
     for tokens, got in zip(sequences, ours, strict=True):
         with torch.inference_mode():
             expected = theirs(torch.tensor([tokens])).logits[0]
@@ -103,8 +104,8 @@ def test_the_packed_backend_equals_its_plain_twin(name: str, tmp_path: Path) -> 
         pytest.skip("this torch has no oneDNN: there is only the plain backend here")
     folder = write_tiny_model(tmp_path, **FAMILIES[name])
     sequences = [[5, 6, 7, 8, 9], [10]]
-    plain = logits_of(folder, sequences, 4, TorchBackend(torch.float32, CPU))
-    packed = logits_of(folder, sequences, 4, OneDnnBackend(torch.float32, CPU))
+    plain = logits_of(folder, sequences, 4, TorchBackend(torch.float32, CPU, Alone()))
+    packed = logits_of(folder, sequences, 4, OneDnnBackend(torch.float32, CPU, Alone()))
     for a, b in zip(plain, packed, strict=True):
         assert torch.allclose(a, b, atol=1e-4)
 
@@ -112,8 +113,8 @@ def test_the_packed_backend_equals_its_plain_twin(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
-    exact = logits_of(folder, [[5, 6, 7, 8, 9]], 4, TorchBackend(torch.float32, CPU))[0]
-    half = logits_of(folder, [[5, 6, 7, 8, 9]], 4, TorchBackend(dtype, CPU))[0]
+    exact = logits_of(folder, [[5, 6, 7, 8, 9]], 4, TorchBackend(torch.float32, CPU, Alone()))[0]
+    half = logits_of(folder, [[5, 6, 7, 8, 9]], 4, TorchBackend(dtype, CPU, Alone()))[0]
     assert half.dtype == torch.float32
     assert (half.softmax(-1) - exact.softmax(-1)).abs().max() < 0.05
 
@@ -136,4 +137,4 @@ def test_what_cannot_be_served_is_said_in_one_line(changes: dict[str, Any], mess
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in {**config, **changes}.items() if v is not None}))
     folder = ModelFolder.open(tmp_path)
     with pytest.raises(StartupError, match=message):
-        load_model(folder, open_weights(folder), TorchBackend(torch.float32, CPU))
+        load_model(folder, open_weights(folder), TorchBackend(torch.float32, CPU, Alone()))

@@ -1,0 +1,77 @@
+"""A step as one flat tensor of integers, so that followers run it and know nothing else.
+
+    [kind, length, decode rows, table width, chunks, logit rows, tokens]
+    token ids, positions, slots, decode tables, decode lengths, logit rows, and for each chunk: offset, length, start,
+    blocks, block numbers
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace_shard.parallel.group import Group
+from headrace_shard.step import Chunk, Ints, StepInput
+
+IDLE, STEP, STOP = range(3)
+HEADER = 7
+INLINE = 4096  # integers that travel with the header; a longer step takes a second message
+
+
+def encode(step: StepInput) -> Ints:
+    """The step's integers, header first."""
+    chunks = [
+        np.concatenate(([c.offset, c.length, c.start, len(c.table)], c.table)).astype(np.int64) for c in step.chunks
+    ]
+    body = np.concatenate((
+        step.token_ids, step.positions, step.slots, step.decode_tables.reshape(-1).astype(np.int64),
+        step.decode_lengths, step.logit_rows, *chunks,
+    ))
+    width = step.decode_tables.shape[1] if len(step.decode_lengths) else 0
+    head = [STEP, len(body), len(step.decode_lengths), width, len(chunks), len(step.logit_rows), len(step.token_ids)]
+    return np.concatenate((np.array(head, dtype=np.int64), body))
+
+
+def decode(values: Ints) -> StepInput:
+    """The step of `encode`'s integers."""
+    _, _, rows, width, chunks, logits, tokens = values[:HEADER].tolist()
+    at = HEADER
+
+    def take(count: int) -> Ints:
+        nonlocal at
+        at += count
+        return values[at - count : at]
+
+    token_ids, positions, slots = take(tokens), take(tokens), take(tokens)
+    tables = take(rows * width).reshape(rows, width).astype(np.int32)
+    lengths, wanted = take(rows), take(logits)
+    parts = []
+    for _ in range(chunks):
+        offset, length, start, blocks = take(4).tolist()
+        parts.append(Chunk(offset, length, start, take(blocks).astype(np.int32)))
+    return StepInput(token_ids, positions, slots, tables, lengths, tuple(parts), wanted)
+
+
+def send(group: Group, values: Ints) -> None:
+    """Rank 0: bring a step, or the header of an idle or last one, to all others."""
+    first = np.zeros(HEADER + INLINE, dtype=np.int64)
+    first[: min(len(values), len(first))] = values[: len(first)]
+    group.broadcast(torch.from_numpy(first))
+    if len(values) > len(first):
+        group.broadcast(torch.from_numpy(np.ascontiguousarray(values[len(first) :])))
+
+
+def receive(group: Group) -> Ints:
+    """Another rank: the integers that rank 0 sent."""
+    first = torch.zeros(HEADER + INLINE, dtype=torch.int64)
+    values = group.broadcast(first).numpy()
+    total = HEADER + int(values[1])
+    if total <= len(values):
+        return values[:total]
+    rest = group.broadcast(torch.zeros(total - len(values), dtype=torch.int64)).numpy()
+    return np.concatenate((values, rest))
+
+
+def note(kind: int) -> Ints:
+    """The header of a message without a step."""
+    return np.array([kind] + [0] * (HEADER - 1), dtype=np.int64)
