@@ -70,8 +70,7 @@ class RequestReader:
         if message.WhichOneof("input") == "token_ids":
             tokens = self._checked(message.token_ids.ids, "token_ids")
         else:
-            # No token is longer than the vocabulary's longest: such a text is over the limit for sure.
-            least = len(message.text) // self._tokenizer.longest
+            least = self._tokenizer.least_tokens(message.text)
             if least > self._limits.max_input_tokens:
                 raise InvalidRequest(
                     f"input has at least {least} tokens, the limit is {self._limits.max_input_tokens}", "text"

@@ -33,7 +33,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
         self._alphabet = byte_alphabet()
         self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
-        kinds = _decoder_kinds(json.loads(tokenizer.to_str()).get("decoder"))
+        kinds = part_kinds(tokenizer.decoder)
         self._byte_level = "ByteLevel" in kinds
         self._sentencepiece = not self._byte_level and bool(kinds & {"ByteFallback", "Metaspace"})
         self.exact = self._byte_level or self._sentencepiece
@@ -61,10 +61,19 @@ class TokenBytes:
         return decoded.encode()
 
 
-def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
-    if decoder is None:
-        return set()
-    return {decoder["type"]}.union(*(_decoder_kinds(d) for d in decoder.get("decoders", [])))
+def part_kinds(part: Any) -> set[str]:
+    """Kinds of a tokenizer's decoder or normalizer, and of what it is made of; empty if there is none."""
+    return {step["type"] for step in part_steps(part)}
+
+
+def part_steps(part: Any) -> list[dict[str, Any]]:
+    """A tokenizer's decoder or normalizer as tokenizer.json writes it, sequences unfolded."""
+    return [] if part is None else _unfold(json.loads(part.__getstate__()))
+
+
+def _unfold(step: dict[str, Any]) -> list[dict[str, Any]]:
+    inner = step.get("decoders") or step.get("normalizers") or []
+    return [step, *(found for part in inner for found in _unfold(part))]
 
 
 class Detokenizer:

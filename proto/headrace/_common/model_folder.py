@@ -60,7 +60,7 @@ class ModelFolder:
         """Every end token, once each, from the generation config, else from the config."""
         for source in (self.generation_config, self.config, self.text_config):
             ids = source.get("eos_token_id")
-            if ids is not None:
+            if ids is not None and ids != []:
                 return tuple(dict.fromkeys(ids if isinstance(ids, list) else [ids]))
         return ()
 
@@ -82,10 +82,14 @@ class ModelFolder:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The model's chat template (Jinja source): .jinja file, else the older JSON places; None if it has none."""
+        """The model's chat template (Jinja source): .jinja file, else the older JSON places; None if it has none.
+
+        Raises:
+            StartupError: a file cannot be read; names it.
+        """
         jinja = self.path / "chat_template.jinja"
         if jinja.is_file():
-            return jinja.read_text("utf-8")
+            return read_text(jinja)
         for source in (read_json(self.path / "chat_template.json", missing_ok=True), self.tokenizer_config):
             template = source.get("chat_template")
             if isinstance(template, list):  # several, named
@@ -100,6 +104,20 @@ class ModelFolder:
         """The GGUF file whose tensors are this model's weights, if it is of that kind."""
         path = self.path / GGUF_NAME
         return path if path.is_file() else None
+
+
+def read_text(path: Path) -> str:
+    """The text in a file.
+
+    Raises:
+        StartupError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise StartupError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise StartupError(f"{path} is not text in UTF-8") from None
 
 
 def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
@@ -118,6 +136,8 @@ def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
         raise StartupError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise StartupError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise StartupError(f"{path} is not JSON that can be read: it is nested too deeply") from None
     if not isinstance(value, dict):
         raise StartupError(f"{path} holds no JSON object")
     return value

@@ -75,6 +75,8 @@ def from_text(text: str, kind: type, row: Option) -> Any:
             raise ValueError("not a boolean")
         return text.lower() in TRUE
     value = kind(text)
+    if value != value:
+        raise ValueError("not a number")
     if row.choices and value not in row.choices:
         raise ValueError(f"not one of {', '.join(row.choices)}")
     if row.minimum is not None and value < row.minimum:
@@ -128,9 +130,19 @@ def parameters(cls: type) -> list[click.Parameter]:
 def _click_type(kind: type, row: Option) -> Any:
     if row.choices:
         return click.Choice(row.choices)
-    if row.minimum is not None:
-        return click.IntRange(min=int(row.minimum)) if kind is int else click.FloatRange(min=row.minimum)
-    return kind
+    if kind is float:
+        return _FloatRange(min=row.minimum)
+    return click.IntRange(min=int(row.minimum)) if row.minimum is not None else kind
+
+
+class _FloatRange(click.FloatRange):
+    """`nan` is within every range of click's."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
 
 
 def collect(cls: type[S], given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> S:

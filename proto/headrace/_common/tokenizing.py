@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one request = one text; its thread pool would only be in the way
 
 from tokenizers import Tokenizer as _Tokenizer
 
-from headrace._common.detokenizer import TokenBytes
+from headrace._common.detokenizer import TokenBytes, byte_alphabet, part_steps
 from headrace._common.errors import StartupError
+
+LARGE = 50_000  # characters; tokenizing a text takes some 200 bytes of memory for each
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 @dataclass(frozen=True)
@@ -42,20 +47,27 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.longest: int = max((len(text) for text in self._tokenizer.get_vocab()), default=1)
-        """Characters of the longest token: a text of n characters has at least n / longest tokens."""
         self.bytes_of = TokenBytes(self._tokenizer)
+        self._most_characters = _most_characters(self._tokenizer, self.bytes_of)
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has for sure, found without tokenizing it; often far too small."""
+        return len(text) // self._most_characters if self._most_characters else 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        _give_back(text)
         return ids
 
     def pieces(self, text: str, add_special_tokens: bool = True) -> list[Piece]:
         """Tokens of a text with offsets in characters; tokens that share a character share its offsets."""
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         rows = zip(encoding.ids, encoding.offsets, strict=True)
-        return [Piece(i, text[a:b], a, b) for i, (a, b) in rows]
+        pieces = [Piece(i, text[a:b], a, b) for i, (a, b) in rows]
+        del encoding, rows
+        _give_back(text)
+        return pieces
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ids as the tokenizers library decodes them."""
@@ -71,3 +83,43 @@ class Tokenizer:
         """How the vocabulary writes a token: a special token's own text, '' for an id outside the vocabulary."""
         text: str | None = self._tokenizer.id_to_token(token_id)
         return text or ""
+
+
+def _give_back(text: str) -> None:
+    """After a large text: return the free memory of all threads to the system, which malloc would keep for good."""
+    if len(text) > LARGE and _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+def _most_characters(tokenizer: _Tokenizer, bytes_of: TokenBytes) -> int:
+    """Most characters of a text that become one token; 0 if there is no bound.
+
+    There is one where every character can become tokens of its bytes, and nothing on the way drops or joins characters:
+    unknown words that become one token however long they are, white space that is collapsed or swallowed.
+    """
+    vocab = tokenizer.get_vocab()
+    whole_bytes = (
+        all(text in vocab for text in byte_alphabet()) or all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    )
+    swallows = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+    if not (bytes_of.exact and whole_bytes) or swallows:
+        return 0
+    shrink = 1
+    for step in part_steps(tokenizer.normalizer):
+        factor = _shrink(step)
+        if not factor:
+            return 0
+        shrink *= factor
+    return shrink * max(len(text) for text in vocab)
+
+
+def _shrink(step: dict[str, Any]) -> int:
+    """Most characters that one step of a normalizer makes one of; 0 if there is no bound."""
+    kind = step["type"]
+    if kind in ("NFC", "NFKC"):
+        return 4  # the longest canonical decomposition of a character (https://unicode.org/faq/normalization.html)
+    if kind in ("Sequence", "Prepend", "NFD", "NFKD"):
+        return 1
+    if kind == "Replace" and len(step["pattern"].get("String", "")) == 1 and step["content"]:
+        return 1
+    return 0

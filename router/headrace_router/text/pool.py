@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace._common.errors import StartupError, TemplateError
-from headrace._common.model_folder import ModelFolder
+from headrace._common.model_folder import ModelFolder, read_text
 from headrace._common.tokenizing import Piece, Tokenizer
 from headrace_router.text.chat import ChatEncoder, Marked, template_messages
 from headrace_router.text.template import MAX_SECONDS, ChatTemplate
@@ -77,6 +77,8 @@ class TextPool:
         """
         if most is None or len(text) < 8 * most + SLICE:
             return
+        if self.tokenizer.least_tokens(text) > most:
+            raise TooLong(most)
         count = 0
         for start in range(0, len(text), SLICE):
             count += len(self.tokenizer.encode(text[start : start + SLICE], add_special_tokens=False))
@@ -126,8 +128,9 @@ class TextPool:
         rendered = self._template.render(marked.messages, add_generation_prompt=not goes_on)
         if goes_on:
             rendered = _cut_after(rendered, final)
-        self._check_length(rendered, most)
-        return ChatPrompt(marked.plain(rendered), self._chat.encode(marked.parts(rendered)))
+        plain = marked.plain(rendered)
+        self._check_length(plain, most)
+        return ChatPrompt(plain, self._chat.encode(marked.parts(rendered)))
 
 
 def _cut_after(rendered: str, final: str) -> str:
@@ -161,10 +164,7 @@ def _load_template(folder: ModelFolder, path: str | None) -> tuple[ChatTemplate 
 
 
 def _template_file(path: Path) -> str | None:
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"cannot read the chat template {path}: {error}") from None
+    text = read_text(path)
     if path.suffix != ".json":
         return text
     try:

@@ -66,6 +66,7 @@ def decided_by_candidates(values: torch.Tensor, log_total: torch.Tensor, filters
     # A nucleus that is taken of a smaller set (top-k before it) lies inside that set.
     inside = ((values - log_total).exp().sum(-1, keepdim=True) > filters.top_p) & (filters.top_k == 0)
     floor = (filters.min_p > 0) & (values[:, -1:] < values[:, :1] + filters.min_p.log())
+    floor &= (filters.top_k == 0) | (filters.top_p >= 1)  # else the nucleus depends on tokens that are no candidates
     tied = values[:, -1:] == values.gather(1, (filters.top_k.long() - 1).clamp(0, count - 1))
     return ((short_k & ~tied) | ((inside | floor) & (filters.typical_p >= 1)))[:, 0]
 

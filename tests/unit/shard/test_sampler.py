@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace_shard.sampling.filters import CANDIDATES, Filters, best, decided_by_candidates, kept
@@ -50,6 +50,7 @@ def by_sorting(logits: torch.Tensor, top_k: int, top_p: float, typical_p: float,
     st.integers(0, 10**6), st.sampled_from([0, 1, 5, 100, 200, 5000]), st.sampled_from([1.0, 0.95, 0.5, 0.05]),
     st.sampled_from([1.0, 0.9, 0.3]), st.sampled_from([0.0, 0.1, 0.01]), st.sampled_from([0.5, 2.0, 6.0]),
 )
+@example(seed=0, top_k=200, top_p=0.5, typical_p=1.0, min_p=0.01, spread=2.0)
 def test_filters_keep_what_their_definitions_keep(
     seed: int, top_k: int, top_p: float, typical_p: float, min_p: float, spread: float
 ) -> None:

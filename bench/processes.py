@@ -1,0 +1,94 @@
+"""Processes that are measured: what they cost, and when they first answer."""
+
+from __future__ import annotations
+
+import http.client
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+from tests.processes import START, Process, free_port
+
+_POLL = 0.01  # seconds
+
+
+def embedded_model() -> Path:
+    """The folder of the default model; fetched if it is not in the cache."""
+    command = [sys.executable, "-c", "from headrace_launcher.cli import main; main()", "resolve"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.splitlines()[-1])
+
+
+class ScriptedShard(Process):
+    """The tests' shard without a model, whose steps end at absolute deadlines, as a process of its own."""
+
+    def __init__(self, folder: Path, step_ms: float = 1.0) -> None:
+        """`folder`: of its socket; `step_ms`: milliseconds from one deadline to the next."""
+        self.target = f"unix:{folder}/shard"
+        super().__init__("tests.fakes.scripted_shard", "--target", self.target, "--step-ms", str(step_ms))
+
+
+class RouterProcess(Process):
+    """A router by hand, in front of a shard that runs already."""
+
+    def __init__(self, model_folder: Path, shard_target: str, *flags: str) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__(
+            "headrace_router", "--model-folder", str(model_folder), "--shard-target", shard_target, "--port", str(port),
+            *flags,
+        )
+
+    def wait_ready(self) -> RouterProcess:
+        """Wait until it serves."""
+        wait_answer(self, f"{self.url}/health")
+        return self
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and all that it started, user and system."""
+    process = psutil.Process(pid)
+    total = 0.0
+    for member in (process, *process.children(recursive=True)):
+        times = member.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+def rss_mb(pid: int) -> float:
+    """Resident memory of one process, in megabytes (10^6 bytes)."""
+    return float(psutil.Process(pid).memory_info().rss) / 1e6
+
+
+def child_of(pid: int, module: str) -> int:
+    """The pid of the child that was started with `python -m module`.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for child in psutil.Process(pid).children(recursive=True):
+        if module in child.cmdline():
+            return child.pid
+    raise LookupError(module)
+
+
+def wait_answer(process: Process, url: str) -> None:
+    """Wait until GET url answers 200.
+
+    Raises:
+        AssertionError: the process ended, or it took too long.
+    """
+    end = time.monotonic() + START
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, OSError, http.client.HTTPException):
+            process.check_alive()
+            assert time.monotonic() < end, process.log()
+            time.sleep(_POLL)
