@@ -18,10 +18,7 @@ from headrace_router.settings import RouterSettings
 from headrace_shard.settings import ShardSettings
 
 # Set by the launcher for its children; nobody types them here.
-INTERNAL = frozenset({"model_folder", "model_sha", "rank", "shard_target"})
-
-# Shards that one group may have. Raise it when the shard process can split a model over several ranks.
-MAX_SHARDS = 1
+INTERNAL = frozenset({"model_folder", "model_sha", "rank", "shard_restarts", "shard_target"})
 
 
 @dataclass(frozen=True)
@@ -108,10 +105,8 @@ def _check_shards(made: Plan, sharded: bool | None) -> None:
     count = made.launcher.num_shard
     if sharded is False and count > 1:
         raise click.UsageError(f"--sharded false contradicts --num-shard {count}")
-    if count > MAX_SHARDS:
-        raise click.UsageError(
-            f"--num-shard {count}: tensor parallelism over more than {MAX_SHARDS} shard is not supported yet"
-        )
+    if made.launcher.master_addr not in ("localhost", "127.0.0.1", "::1"):
+        raise click.UsageError(f"--master-addr {made.launcher.master_addr}: shards on several hosts are not supported")
     if made.shard.shard_tcp is not None and made.shard.shard_tcp + count - 1 > 65535:
         raise click.UsageError(f"--shard-tcp {made.shard.shard_tcp}: ports end at 65535")
 

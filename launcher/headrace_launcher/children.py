@@ -27,6 +27,7 @@ class Child:
         self.name = name
         self.process = process
         self.startup_times: str | None = None  # from its "ready" line
+        self.freeze_note: str | None = None  # why the launcher itself has killed it
         self._as_json = as_json
         self._last_error: str | None = None
         self._last_line: str | None = None
@@ -49,7 +50,7 @@ class Child:
         """How it ended, with its last error line."""
         status = self.process.returncode
         if status is not None and status < 0:
-            how, why = f"{self.name} was killed by {signal.Signals(-status).name}", self._last_error
+            how, why = f"{self.name} was killed by {signal.Signals(-status).name}", self.freeze_note or self._last_error
         else:
             how, why = f"{self.name} ended with status {status}", self._last_error or self._last_line
         return f"{how}: {why}" if why else how

@@ -25,5 +25,9 @@ class LauncherSettings:
     graceful_termination_timeout: float = option(
         90.0, "seconds that running requests get to finish at SIGTERM", flags=("-g",), minimum=0
     )
+    max_restarts: int = option(
+        0, "times that a dead shard group is started again, before its death ends the service",
+        env="HEADRACE_MAX_RESTARTS", minimum=0,
+    )
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")

@@ -60,14 +60,20 @@ def prepare_prefix(prefix: str, ranks: int) -> list[Path]:
             path.unlink(missing_ok=True)
         elif path.exists():
             raise StartupError(f"--shard-uds-path: {path} exists and is not a socket")
+    rendezvous(prefix).unlink(missing_ok=True)
     return paths
 
 
-def remove(paths: list[Path]) -> None:
-    """Remove sockets that their processes could not remove themselves."""
-    for path in paths:
+def remove(prefix: str, paths: list[Path]) -> None:
+    """Remove sockets, and the file at which the ranks meet, that their processes could not remove themselves."""
+    for path in (*paths, rendezvous(prefix)):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def rendezvous(prefix: str) -> Path:
+    """The file at which the ranks of a group meet; one of an earlier group would mislead them."""
+    return Path(f"{prefix}-rendezvous")
 
 
 def _somebody_listens(path: Path) -> bool:

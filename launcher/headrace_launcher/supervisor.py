@@ -1,23 +1,23 @@
 """Starting the processes in order, watching them, and stopping them in order.
 
-    shards and router -> Health of every rank -> /health is 200 -> one line on stdout -> wait
-    SIGTERM: router drains and ends -> shards end -> status 0.  A dead child: everything ends -> status 1.
+    shards and router -> Health of every rank -> /health is 200 -> one line on stdout -> watch
+    SIGTERM: router drains and ends -> shards end -> status 0.  A dead or frozen child: everything ends -> status 1,
+    unless it is a shard and --max-restarts allows to start the shard group again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from headrace._common.errors import StartupError
-from headrace_launcher import arguments, sockets
+from headrace_launcher import arguments, probes, sockets
 from headrace_launcher.arguments import Plan
 from headrace_launcher.children import Child
 from headrace_launcher.models.resolve import Resolved
@@ -26,10 +26,14 @@ from headrace_router.settings import RouterSettings
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_POLL = 0.1  # seconds between looks at a starting process
-_PROGRESS = 5.0  # seconds between lines about it
+_PROGRESS = 5.0  # seconds between lines about a starting process
 _SHARD_STOP = 5.0  # seconds that a shard gets to end after SIGTERM
 _ROUTER_STOP = 5.0  # the same for the router when a shard is dead: nothing can be drained any more
+_WATCH = 1.0  # seconds between questions to each child
+_ANSWER = 5.0  # seconds without an answer after which a child counts as frozen
+_STACKS = 0.5  # seconds for a frozen process to write where it is, before it is killed
+_CAUSE = 2.0  # seconds for the rank at fault to end too, after one that only lost it
+_LOST_GROUP = 3  # exit status of a rank that ends because another one did
 
 
 class _Stopped(Exception):
@@ -61,6 +65,7 @@ class Supervisor:
         """`prefix`: of the unix sockets; `started`: monotonic time at which the launcher began."""
         self._plan, self._model, self._prefix, self._announce, self._began = plan, model, prefix, announce, started
         self._env = arguments.child_environment(plan)
+        self._paths: list[Path] = []
         self._shards: list[Child] = []
         self._router: Child | None = None
         self._signals = 0
@@ -77,18 +82,18 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 loop.add_signal_handler(number, self._on_signal)
-        paths = sockets.prepare_prefix(self._prefix, self._plan.launcher.num_shard)
+        self._paths = sockets.prepare_prefix(self._prefix, self._plan.launcher.num_shard)
         dead: Child | None = None
         try:
-            await self._start(paths)
-            await self._guarded(asyncio.Event().wait())
+            await self._start()
+            await self._stay_up()
         except _Stopped:
             log.info("stopping")
         except _Died as error:
-            dead = error.child
+            dead = await self._cause(error.child)
         finally:
             await self._end(dead)
-            sockets.remove(paths)
+            sockets.remove(self._prefix, self._paths)
         if dead is not None:
             raise StartupError(dead.describe_end())
         if self._kill.is_set():
@@ -98,37 +103,94 @@ class Supervisor:
         self._signals += 1
         (self._stop if self._signals == 1 else self._kill).set()
 
-    async def _start(self, paths: list[Path]) -> None:
-        plan, as_json = self._plan, self._plan.launcher.json_output
-        log.info("starting %d shard%s for %s", len(paths), "s" * (len(paths) > 1), self._model.name)
-        for rank in range(len(paths)):
-            settings = dataclasses.replace(
-                plan.shard, model_folder=str(self._model.folder), model_id=self._model.name, rank=rank,
-                shard_uds_path=self._prefix,
-            )
-            command = arguments.shard_command(settings)
-            self._shards.append(await Child.start(f"shard {rank}", command, self._env, as_json))
-        target = f"unix:{paths[0]}"
+    # starting
+
+    async def _start(self) -> None:
+        plan, ranks = self._plan, len(self._paths)
+        log.info("starting %d shard%s for %s", ranks, "s" * (ranks > 1), self._model.name)
+        await self._spawn_shards()
+        target = f"unix:{self._paths[0]}"
         if plan.router is not None:  # it waits for the leading shard by itself, so its imports cost no time
             self._router = await self._spawn_router(plan.router, target)
-        await self._guarded(self._progress("the shards load the model", _all_healthy(paths)))
+        await self._guarded(self._progress("the shards load the model", probes.all_healthy(self._paths)))
         breakdown = self._shards[0].startup_times or "shard ready"
         router_url = None
         if plan.router is not None:
             before = time.monotonic()
-            answers = _http_healthy(plan.router.hostname, plan.router.port)
+            answers = probes.http_healthy(plan.router.hostname, plan.router.port)
             await self._guarded(self._progress("the router starts", answers))
             router_url = sockets.url(plan.router.hostname, plan.router.port)
             breakdown += f", router {time.monotonic() - before:.1f} s"
         self._announce(Started(self._model.name, router_url, target, time.monotonic() - self._began, breakdown))
 
+    async def _spawn_shards(self) -> None:
+        self._shards = []
+        for rank in range(len(self._paths)):
+            settings = dataclasses.replace(
+                self._plan.shard, model_folder=str(self._model.folder), model_id=self._model.name, rank=rank,
+                shard_uds_path=self._prefix,
+            )
+            command, as_json = arguments.shard_command(settings), self._plan.launcher.json_output
+            self._shards.append(await Child.start(f"shard {rank}", command, self._env, as_json))
+
     async def _spawn_router(self, router: RouterSettings, target: str) -> Child:
         settings = dataclasses.replace(
             router, model_folder=str(self._model.folder), model_id=self._model.name, model_sha=self._model.sha,
-            shard_target=target,
+            shard_target=target, shard_restarts=self._plan.launcher.max_restarts > 0,
         )
         as_json = self._plan.launcher.json_output
         return await Child.start("router", arguments.router_command(settings), self._env, as_json)
+
+    # watching
+
+    async def _stay_up(self) -> NoReturn:
+        """Watch until a signal or a death; restart the shard group in place while that is allowed."""
+        restarts = 0
+        while True:
+            try:
+                await self._guarded(self._watch_all())
+            except _Died as error:
+                if error.child is self._router or restarts >= self._plan.launcher.max_restarts:
+                    raise
+                restarts += 1
+                cause = await self._cause(error.child)
+                log.warning("%s; restart %d of %d", cause.describe_end(), restarts, self._plan.launcher.max_restarts)
+                await self._restart_shards()
+
+    async def _restart_shards(self) -> None:
+        for shard in self._shards:
+            shard.kill()
+        await asyncio.gather(*(shard.ended for shard in self._shards))
+        sockets.remove(self._prefix, self._paths)
+        await self._spawn_shards()
+        await self._guarded(self._progress("the shards load the model again", probes.all_healthy(self._paths)))
+        log.info("the shards serve again")
+
+    async def _watch_all(self) -> None:
+        """Ask every child again and again; returns only by being cancelled."""
+        watches: list[Coroutine[Any, Any, None]] = [
+            self._watch(shard, lambda path=path: probes.shard_health(path, _ANSWER))  # type: ignore[misc]
+            for shard, path in zip(self._shards, self._paths, strict=True)
+        ]
+        router = self._plan.router
+        if self._router is not None and router is not None:
+            watches.append(self._watch(self._router, lambda: probes.http_health(router.hostname, router.port, _ANSWER)))
+        await asyncio.gather(*watches)
+
+    async def _watch(self, child: Child, ask: Callable[[], Awaitable[bool | None]]) -> None:
+        """A child that does not answer is frozen: it writes its stacks, if it still can, and is killed.
+
+        A bad answer is an answer: a shard in trouble says so and ends by itself, a router reports its shards' troubles.
+        """
+        while child.alive:
+            await asyncio.sleep(_WATCH)
+            if await ask() is None and child.alive:
+                log.error("%s has not answered for %g s: it is frozen", child.name, _ANSWER)
+                child.send(signal.SIGUSR1)
+                await asyncio.sleep(_STACKS)
+                child.freeze_note = f"it had not answered for {_ANSWER:g} s"
+                child.kill()
+                return
 
     async def _guarded(self, work: Awaitable[T]) -> T:
         """The result of `work`, unless a signal or the death of a child comes first."""
@@ -147,6 +209,18 @@ class Supervisor:
                 left.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
+    async def _cause(self, dead: Child) -> Child:
+        """The child whose end explains the others': not one that only lost another rank."""
+        deadline = time.monotonic() + _CAUSE
+        while True:
+            ended = [c for c in (*self._shards, *([self._router] if self._router else [])) if not c.alive]
+            for child in ended:
+                if child.process.returncode != _LOST_GROUP:
+                    return child
+            if time.monotonic() > deadline:
+                return dead
+            await asyncio.sleep(probes.POLL_SECONDS)
+
     async def _progress(self, what: str, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         begun = time.monotonic()
@@ -156,6 +230,8 @@ class Supervisor:
             await task
         finally:
             task.cancel()
+
+    # stopping
 
     async def _end(self, dead: Child | None) -> None:
         """Router first, then the shards; a second signal kills what is left."""
@@ -177,41 +253,3 @@ class Supervisor:
             if not await self._router.stop(grace):
                 log.warning("the router did not end within %g s and was killed", grace)
         await asyncio.gather(*(shard.stop(_SHARD_STOP) for shard in self._shards if shard.alive))
-
-
-async def _all_healthy(paths: list[Path]) -> None:
-    """Wait until every rank's Health is good. A rank that cannot load ends by itself, which the caller sees."""
-    import grpc.aio  # here, while the shards import and load
-
-    from headrace.v1 import generation_pb2, generation_pb2_grpc
-
-    while not all(path.is_socket() for path in paths):  # noqa: ASYNC110 - another process makes them
-        await asyncio.sleep(_POLL)
-    for path in paths:
-        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
-            stub: Any = generation_pb2_grpc.GenerationStub(channel)
-            while True:
-                try:
-                    await stub.Health(generation_pb2.HealthRequest(), timeout=5.0, wait_for_ready=True)
-                    break
-                except grpc.aio.AioRpcError:
-                    await asyncio.sleep(_POLL)
-
-
-async def _http_healthy(host: str, port: int) -> None:
-    """Wait until GET /health answers 200."""
-    while not await _answers(sockets.reachable(host), port):  # noqa: ASYNC110 - another process answers
-        await asyncio.sleep(_POLL)
-
-
-async def _answers(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(5.0):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                status = (await reader.readline()).split()
-                return len(status) > 1 and status[1] == b"200"
-            finally:
-                writer.close()
-    return False

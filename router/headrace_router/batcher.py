@@ -53,14 +53,16 @@ class Batcher:
     """Runs requests in one continuously changing batch of a shard group."""
 
     def __init__(
-        self, shard: ShardClient, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, max_step_tokens: int = 0
+        self, shard: ShardClient, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, max_step_tokens: int = 0,
+        shard_restarts: bool = False,
     ) -> None:
-        """`max_step_tokens`: token budget of a step, 0 = the shard's own."""
+        """`max_step_tokens`: token budget of a step, 0 = the shard's own. `shard_restarts`: a dead shard comes back."""
         self._shard = shard
         self._tokenizer = tokenizer
         self._limits = limits
         self._metrics = metrics
         self._max_step_tokens = max_step_tokens
+        self._shard_restarts = shard_restarts
         self._owner = secrets.token_hex(8)
         self._queue: RequestQueue[Entry] = RequestQueue()
         self._running: dict[int, Entry] = {}  # by wire id; admitted, or sent and not refused yet
@@ -388,12 +390,18 @@ class Batcher:
             self._fail(entries, GenerationFailed(f"{error.details()}"))
 
     def _lose(self, reason: str) -> None:
-        """The shard is gone, and with it whatever ran."""
+        """The shard is gone, and with it whatever ran. If it comes back, the requests go on from the own record."""
         entries = list(self._running.values())
         self._running.clear()
         self._leaving.clear()
         self._batch_id = 0
-        self._fail(entries, GenerationFailed(reason))
+        if not self._shard_restarts:
+            self._fail(entries, GenerationFailed(reason))
+            return
+        for entry in entries:
+            entry.wire_id = 0
+        self._queue.push_head(entries)
+        self._block()
 
     def _give_up(self, error: grpc.aio.AioRpcError) -> None:
         """A call has failed within the shard: its requests fail, and whatever is left of them there is freed."""

@@ -59,7 +59,9 @@ class Router:
         limits = find_limits(settings, shard.info)
         metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
         budget = settings.max_step_tokens or 0
-        batcher = self.batcher = Batcher(shard, self._text.tokenizer, limits, metrics, budget)
+        batcher = self.batcher = Batcher(
+            shard, self._text.tokenizer, limits, metrics, budget, settings.shard_restarts
+        )
         gauges = Gauges(
             lambda: batcher.waiting, lambda: batcher.running, lambda: batcher.running_tokens,
             shard.capacity.max_batch_total_tokens,
@@ -93,13 +95,16 @@ class Router:
         log.critical("the batcher failed", exc_info=next(iter(done)).exception())
 
     async def drain(self) -> None:
-        """Refuse new requests and wait, no longer than the settings allow, until those that run have ended."""
+        """Refuse new requests and wait, no longer than the settings allow, until those that run have ended.
+
+        Without a shard nothing can end by itself, so that there is no reason to wait.
+        """
         self.service.draining = True
         seconds = self._settings.graceful_termination_timeout
         log.info("stopping; %d requests may take up to %g s", self.service.active, seconds)
         try:
             async with asyncio.timeout(seconds):
-                while self.service.active:  # noqa: ASYNC110 - counted in the hot path, looked at once in a life
+                while self.service.active and self._shard.healthy:  # noqa: ASYNC110 - counted in the hot path, looked at once in a life
                     await asyncio.sleep(0.02)
         except TimeoutError:
             log.warning("%d requests have not ended in time", self.service.active)
@@ -107,7 +112,8 @@ class Router:
     async def stop(self) -> None:
         """End what still runs with an error event, and close everything."""
         if self._tasks:
-            await self.batcher.close("the server is stopping")
+            problem = self._shard.problem
+            await self.batcher.close(f"the shard is gone: {problem}" if problem else "the server is stopping")
             await self._runner.cleanup()
         self._text.close()
         await self._shard.close()

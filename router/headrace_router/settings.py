@@ -47,5 +47,8 @@ class RouterSettings:
     graceful_termination_timeout: float = option(
         90.0, "seconds that running requests get to finish at SIGTERM", flags=("-g",), minimum=0,
     )
+    shard_restarts: bool = option(
+        False, "the shard comes back when it dies: its requests wait and resume, instead of failing", env=None
+    )
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")

@@ -28,7 +28,7 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 import torch
 
-from headrace._common.errors import HeadraceError
+from headrace._common.errors import HeadraceError, Unhealthy
 from headrace_shard.batch import RunningBatch
 from headrace_shard.calls import BatchTable, Call
 from headrace_shard.kv.blocks import BlockManager
@@ -191,10 +191,9 @@ class Executor:
                 self._runner.idle()
 
     def _give_up(self, message: str, kind: Literal["lost", "failed"]) -> None:
-        """No step can be run any more: every request ends with an error."""
-        for batch in self._table.at_work():
-            self._end_all(list(batch.slots.values()), message)
+        """No step can be run any more: every call ends with the cause, and clients admit their requests elsewhere."""
         self._boundary()
+        self._deliver([(b.call, Unhealthy(message)) for b in self._table.at_work() if b.call])
         self._trouble = Trouble(message, kind)
 
     def _boundary(self) -> bool:
@@ -307,13 +306,10 @@ class Executor:
 
     def _fail(self, plan: Plan, message: str) -> None:
         """End every request of a step that could not be run."""
-        self._end_all(plan.slots.tolist(), message)
-        for batch in self._table.at_work():
-            if batch.call and batch.call.result:
-                batch.call.steps += 1
-
-    def _end_all(self, slots: list[int], message: str) -> None:
-        for slot in slots:
+        for slot in plan.slots.tolist():
             batch = self._table.batches[int(self._rows.batch[slot])]
             self._table.result_of(batch).details.append(Detail(self._rows.request(slot).id, ERROR, message))
             self._table.drop(slot)
+        for batch in self._table.at_work():
+            if batch.call and batch.call.result:
+                batch.call.steps += 1

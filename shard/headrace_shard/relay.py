@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +41,8 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self._own_health, pb.HealthRequest.FromString, pb.HealthResponse.SerializeToString
             )
         if SERVICE.methods_by_name[name].server_streaming:
-            return grpc.unary_stream_rpc_method_handler(lambda request, context: self._stream(details.method, request, context))
-        return grpc.unary_unary_rpc_method_handler(lambda request, context: self._unary(details.method, request, context))
+            return grpc.unary_stream_rpc_method_handler(functools.partial(self._stream, details.method))
+        return grpc.unary_unary_rpc_method_handler(functools.partial(self._unary, details.method))
 
     async def close(self) -> None:
         await self._channel.close()
@@ -83,14 +83,12 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]
             call.cancel()
 
     async def _pass_error(self, error: Any, context: Context) -> None:
-        """The leader's status, details and metadata; UNAVAILABLE names a leader that cannot be reached."""
+        """End with the leader's status, details and metadata; UNAVAILABLE names a leader that cannot be reached."""
         details = error.details() or ""
         if error.code() == grpc.StatusCode.UNAVAILABLE:
             details = f"the leader, rank 0 at {self._leader}, cannot be reached: {details}"
         metadata = (*_plain(error.trailing_metadata()), LEADER_METADATA)
-        with contextlib.suppress(grpc.aio.AbortError):
-            await context.abort(error.code(), details, metadata)
-        raise grpc.aio.AbortError
+        await context.abort(error.code(), details, metadata)
 
 
 def _passed_on(context: Context) -> dict[str, Any]:

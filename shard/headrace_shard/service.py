@@ -114,6 +114,9 @@ class GenerationService(pb_grpc.GenerationServicer):
 
     async def _stream(self, call: Call, context: Context) -> None:
         """Write the call's Steps until its end; a client that goes away cancels it."""
+        trouble = self._executor.trouble()
+        if trouble and trouble.kind != "hung":
+            await abort(context, Unhealthy(trouble.reason))
         queue = self._deliveries.open(call)
         self._executor.submit(call)
         ended = False

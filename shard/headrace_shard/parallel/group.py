@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Literal, NamedTuple, Protocol
@@ -119,5 +120,6 @@ class DistributedGroup:
 
 
 def first_line(error: Exception) -> str:
-    """torch's messages carry C++ stacks; the first line has the cause."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """What happened, without the source places and stacks that torch's messages carry."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^]]*\.(?:cc|cpp|h|hpp):\d+\] ?", "", line).split(". This is typically")[0]
