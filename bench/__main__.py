@@ -21,7 +21,9 @@ BUSY = 0.5  # load average from which figures are doubtful
 
 def main() -> int:
     """The command. Exit status 1 if a target was missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--no-record", action="store_true", help="leave bench/results as it is")
     given = parser.parse_args()

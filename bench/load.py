@@ -204,7 +204,7 @@ def report(load: Load, outcome: Outcome) -> dict[str, Any]:
         "requests": len(outcome.sent), "ok": len(pairs), "errors": outcome.errors(),
         "short_answers": sum(a.tokens < load.output_len for _, a in pairs),
         "prompt_tokens": sum(prompt_tokens) if prompt_tokens else None, "output_tokens": outcome.tokens,
-        "tokens_counted_by": "usage" if all(a.completion_tokens is not None for _, a in pairs) else "events",
+        "tokens_counted_by": "usage" if pairs and all(a.completion_tokens is not None for _, a in pairs) else "events",
         "wall_s": round(outcome.wall, 3), "ttft_ms": summary(ttft), "itl_ms": summary(itl),
         "decode_tokens_per_s": round(percentile(decode, 50), 2) if decode else None,
         "output_tokens_per_s": round(outcome.output_rate, 2),
