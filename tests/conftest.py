@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.models import write_tiny_model
-from tests.processes import Service, ShardProcess
+from tests.processes import Service, ShardGroup, ShardProcess
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +51,22 @@ def shard() -> Iterator[Callable[..., ShardProcess]]:
     yield get
     for process in running.values():
         process.stop()
+
+
+@pytest.fixture(scope="session")
+def shard_group() -> Iterator[Callable[..., ShardGroup]]:
+    """shard_group(folder, ranks, *flags): a running shard group, shared by all tests that ask for the same."""
+    running: dict[tuple[str | int, ...], ShardGroup] = {}
+
+    def get(folder: Path, world_size: int, *flags: str) -> ShardGroup:
+        key: tuple[str | int, ...] = (str(folder), world_size, *flags)
+        if key not in running:
+            running[key] = ShardGroup(folder, world_size, *flags)
+        return running[key].wait_ready()
+
+    yield get
+    for group in running.values():
+        group.stop()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import IO, Any
@@ -32,12 +31,12 @@ def free_port() -> int:
 class Process:
     """A child of the test with its stderr in a file."""
 
-    def __init__(self, module: str, *flags: str) -> None:
+    def __init__(self, module: str, *flags: str, env: dict[str, str] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="headrace-test-"))
         self._log: IO[bytes] = open(self.folder / "log", "wb")  # noqa: SIM115 - closed in stop
         self.popen = subprocess.Popen(
             [sys.executable, "-m", module, *flags], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
         )
 
     def log(self) -> str:
@@ -62,9 +61,10 @@ class Process:
 class ShardProcess(Process):
     """`python -m headrace_shard`, and a stub to talk to it."""
 
-    def __init__(self, model_folder: Path, *flags: str) -> None:
-        prefix = Path(tempfile.mkdtemp(prefix="headrace-test-")) / "s"
-        self.socket = f"{prefix}-0"
+    def __init__(self, model_folder: Path, *flags: str, prefix: Path | None = None) -> None:
+        prefix = prefix or Path(tempfile.mkdtemp(prefix="headrace-test-")) / "s"
+        rank = flags[flags.index("--rank") + 1] if "--rank" in flags else "0"
+        self.socket = f"{prefix}-{rank}"
         super().__init__(
             "headrace_shard", "--model-folder", str(model_folder), "--shard-uds-path", str(prefix), *flags
         )
@@ -87,26 +87,45 @@ class ShardProcess(Process):
         return super().stop()
 
 
+class ShardGroup:
+    """The ranks of one shard group; `ranks[0]` leads."""
+
+    def __init__(self, model_folder: Path, world_size: int, *flags: str) -> None:
+        prefix = Path(tempfile.mkdtemp(prefix="headrace-test-")) / "s"
+        own = ("--num-shard", str(world_size), *flags)
+        self.ranks = [ShardProcess(model_folder, "--rank", str(r), *own, prefix=prefix) for r in range(world_size)]
+
+    def wait_ready(self) -> ShardGroup:
+        for rank in self.ranks:
+            rank.wait_ready()
+        return self
+
+    def stop(self) -> list[int]:
+        for rank in self.ranks:
+            if rank.popen.poll() is None:
+                rank.popen.send_signal(signal.SIGTERM)
+        return [rank.stop() for rank in self.ranks]
+
+
 class Service(Process):
     """`headrace serve`, with the address of its router and the socket of its shard."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        prefix = Path(tempfile.mkdtemp(prefix="headrace-test-")) / "s"
-        self.socket = f"{prefix}-0"
-        super().__init__("headrace_launcher", "--port", str(self.port), "--shard-uds-path", str(prefix), *flags)
+        self.prefix = Path(tempfile.mkdtemp(prefix="headrace-test-")) / "s"
+        self.socket = f"{self.prefix}-0"
+        own = ("--port", str(self.port), "--shard-uds-path", str(self.prefix))
+        super().__init__("headrace_launcher", *own, *flags, env=env)
 
     def wait_ready(self) -> Service:
         end = time.monotonic() + START
         while True:
             self.check_alive()
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
-                    return self
-            except (urllib.error.URLError, OSError):
-                assert time.monotonic() < end, self.log()
-                time.sleep(0.1)
+            if " is served at " in self.log():
+                return self
+            assert time.monotonic() < end, self.log()
+            time.sleep(0.05)
 
     def metric(self, name: str) -> float:
         """Value of a metric without labels."""

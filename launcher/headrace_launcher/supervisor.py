@@ -31,6 +31,7 @@ _SHARD_STOP = 5.0  # seconds that a shard gets to end after SIGTERM
 _ROUTER_STOP = 5.0  # the same for the router when a shard is dead: nothing can be drained any more
 _WATCH = 1.0  # seconds between questions to each child
 _ANSWER = 5.0  # seconds without an answer after which a child counts as frozen
+_ROUTER_START = 60.0  # the same for a router that starts, once the shards are ready
 _STACKS = 0.5  # seconds for a frozen process to write where it is, before it is killed
 _CAUSE = 2.0  # seconds for the rank at fault to end too, after one that only lost it
 _LOST_GROUP = 3  # exit status of a rank that ends because another one did
@@ -117,8 +118,7 @@ class Supervisor:
         router_url = None
         if plan.router is not None:
             before = time.monotonic()
-            answers = probes.http_healthy(plan.router.hostname, plan.router.port)
-            await self._guarded(self._progress("the router starts", answers))
+            await self._guarded(self._progress("the router starts", self._router_answers(plan.router)))
             router_url = sockets.url(plan.router.hostname, plan.router.port)
             breakdown += f", router {time.monotonic() - before:.1f} s"
         self._announce(Started(self._model.name, router_url, target, time.monotonic() - self._began, breakdown))
@@ -140,6 +140,19 @@ class Supervisor:
         )
         as_json = self._plan.launcher.json_output
         return await Child.start("router", arguments.router_command(settings), self._env, as_json)
+
+    async def _router_answers(self, router: RouterSettings) -> None:
+        """Wait for the router's first good answer while the shards are watched; without one it counts as frozen."""
+        watching = asyncio.ensure_future(asyncio.gather(*self._shard_watches()))
+        try:
+            async with asyncio.timeout(_ROUTER_START):
+                await probes.http_healthy(router.hostname, router.port)
+        except TimeoutError:
+            assert self._router is not None
+            await self._kill_frozen(self._router, _ROUTER_START)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
     # watching
 
@@ -168,14 +181,17 @@ class Supervisor:
 
     async def _watch_all(self) -> None:
         """Ask every child again and again; returns only by being cancelled."""
-        watches: list[Coroutine[Any, Any, None]] = [
-            self._watch(shard, lambda path=path: probes.shard_health(path, _ANSWER))  # type: ignore[misc]
-            for shard, path in zip(self._shards, self._paths, strict=True)
-        ]
+        watches = self._shard_watches()
         router = self._plan.router
         if self._router is not None and router is not None:
             watches.append(self._watch(self._router, lambda: probes.http_health(router.hostname, router.port, _ANSWER)))
         await asyncio.gather(*watches)
+
+    def _shard_watches(self) -> list[Coroutine[Any, Any, None]]:
+        return [
+            self._watch(shard, lambda path=path: probes.shard_health(path, _ANSWER))  # type: ignore[misc]
+            for shard, path in zip(self._shards, self._paths, strict=True)
+        ]
 
     async def _watch(self, child: Child, ask: Callable[[], Awaitable[bool | None]]) -> None:
         """A child that does not answer is frozen: it writes its stacks, if it still can, and is killed.
@@ -185,12 +201,15 @@ class Supervisor:
         while child.alive:
             await asyncio.sleep(_WATCH)
             if await ask() is None and child.alive:
-                log.error("%s has not answered for %g s: it is frozen", child.name, _ANSWER)
-                child.send(signal.SIGUSR1)
-                await asyncio.sleep(_STACKS)
-                child.freeze_note = f"it had not answered for {_ANSWER:g} s"
-                child.kill()
+                await self._kill_frozen(child, _ANSWER)
                 return
+
+    async def _kill_frozen(self, child: Child, seconds: float) -> None:
+        log.error("%s has not answered for %g s: it is frozen", child.name, seconds)
+        child.send(signal.SIGUSR1)
+        await asyncio.sleep(_STACKS)
+        child.freeze_note = f"it had not answered for {seconds:g} s"
+        child.kill()
 
     async def _guarded(self, work: Awaitable[T]) -> T:
         """The result of `work`, unless a signal or the death of a child comes first."""

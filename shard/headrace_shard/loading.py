@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,8 +15,8 @@ from headrace._common.model_folder import ModelFolder
 from headrace_shard.backends import choose_backend
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.kv.capacity import Limits, free_memory, limits
-from headrace_shard.models import Model, load_model
-from headrace_shard.parallel.group import Alone, DistributedGroup, Group
+from headrace_shard.models import Model, family_of, load_model
+from headrace_shard.parallel.group import Alone, DistributedGroup, Group, first_line
 from headrace_shard.settings import ShardSettings
 from headrace_shard.step import Chunk, StepInput
 from headrace_shard.weights import open_weights
@@ -53,22 +54,36 @@ def load(settings: ShardSettings, folder: ModelFolder, rendezvous: str) -> Loade
     device = torch.device("cuda", settings.rank) if torch.cuda.is_available() else torch.device("cpu")
     dtype = settings.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     torch.set_num_threads(settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.num_shard))
+    check_shards(settings, folder)
     group = meet(settings, rendezvous, device)
     backend = choose_backend(getattr(torch, dtype), device, group)
     with torch.inference_mode():
-        model = load_model(folder, open_weights(folder), backend, settings.rank, settings.num_shard)
-        rows = settings.max_batch_size or ROWS
-        found = agree(group, _limits(settings, folder, model, getattr(torch, dtype), device, rows))
-        backend.allocate_kv(model.layers, found.blocks, model.attention)
+        try:
+            model = load_model(folder, open_weights(folder), backend, settings.rank, settings.num_shard)
+            rows = settings.max_batch_size or ROWS
+            found = agree(group, _limits(settings, folder, model, getattr(torch, dtype), device, rows))
+            backend.allocate_kv(model.layers, found.blocks, model.attention)
+        except (RuntimeError, MemoryError) as error:  # torch's and numpy's own
+            raise StartupError(f"rank {settings.rank} cannot load {folder.path}: {first_line(error)}") from error
         start = time.perf_counter()
         slowest = _warm_up(model)
         deadline = max(STEP_DEADLINE, STEP_DEADLINE_FACTOR * slowest)
         if isinstance(group, DistributedGroup):
             deadline = group.limit(deadline)
+            Path(rendezvous).unlink(missing_ok=True)  # all have met
     return Loaded(
         model, group, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type], dtype, device.type,
         time.perf_counter() - start, slowest, deadline,
     )
+
+
+def check_shards(settings: ShardSettings, folder: ModelFolder) -> None:
+    """Refuse a number of ranks that the model cannot be cut into, before they wait for each other.
+
+    Raises:
+        StartupError: names both numbers.
+    """
+    family_of(folder).check_partition(folder.text_config, settings.num_shard)
 
 
 def meet(settings: ShardSettings, rendezvous: str, device: torch.device) -> Group:

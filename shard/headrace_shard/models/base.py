@@ -28,6 +28,11 @@ class Model:
         """
         raise NotImplementedError
 
+    @classmethod
+    def check_partition(cls, config: dict[str, Any], world_size: int) -> None:
+        """Raises StartupError if the model cannot be cut into so many parts."""
+        raise NotImplementedError
+
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits of the rows that the step wants: [logit rows, vocab], float32. Writes the step's K and V.
 

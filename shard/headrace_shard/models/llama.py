@@ -111,6 +111,10 @@ class LlamaModel(Model):
         tied = self.config.tied or "lm_head.weight" not in weights.names()
         self._head = backend.pack_linear([table if tied else self._vocabulary(weights, "lm_head.weight")])
 
+    @classmethod
+    def check_partition(cls, config: dict[str, Any], world_size: int) -> None:
+        Partition.of(LlamaConfig.read(config).shape, 0, world_size)
+
     def _vocabulary(self, weights: WeightSource, name: str) -> torch.Tensor:
         """This rank's rows of a [vocab, hidden] matrix; padding rows are zero."""
         c, mine = self.config, self._part.vocab

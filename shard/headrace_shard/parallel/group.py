@@ -92,6 +92,7 @@ class DistributedGroup:
         agreed = float(self.broadcast(torch.tensor([seconds], dtype=torch.float64))[0])
         with self._guard():
             self._group = dist.new_group(timeout=timedelta(seconds=agreed), backend=self._backend)
+        self.sum(torch.zeros(1))  # all are in it: from here on nobody reads the rendezvous file
         return agreed
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
