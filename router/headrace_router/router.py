@@ -107,6 +107,7 @@ class Router:
     async def stop(self) -> None:
         """End what still runs with an error event, and close everything."""
         if self._tasks:
+            self.service.draining = True
             await self.batcher.close("the server is stopping")
             await self._runner.cleanup()
         self._text.close()
