@@ -36,7 +36,7 @@ from headrace_router.dispatch import StepDetails, send_last, send_token
 from headrace_router.entry import Entry
 from headrace_router.limits import Limits
 from headrace_router.metrics import Metrics
-from headrace_router.roster import Roster
+from headrace_router.roster import Room, Roster
 from headrace_router.shard_client import ShardClient
 from headrace_router.streams import TokenStream
 from headrace_router.text.output import OutputText
@@ -67,6 +67,7 @@ class Batcher:
         self._batch_id = 0  # 0: there is no batch
         self._admitting = False  # a Prefill is on its way whose outcome is unknown
         self._decode_due = False  # the batch has no call that runs it on
+        self._free_blocks: int | None = None  # of the shard, at the last step; None: it does not say
         self._most = NO_LIMIT  # requests to send at once; halved when the shard has no room for so many
         self._blocked = False  # the shard has no room for one more
         self._retry: asyncio.TimerHandle | None = None
@@ -187,6 +188,7 @@ class Batcher:
 
     def _unblock(self) -> None:
         self._blocked = False
+        self._free_blocks = None  # there may be more by now
         self._wake.set()
 
     def _block(self) -> None:
@@ -199,8 +201,11 @@ class Batcher:
         """Send waiting requests to the shard, no more than there are places."""
         roster = self._roster
         places = self._limits.max_batch_size - len(roster.running) - len(roster.leaving)
-        entries = roster.admit(min(places, self._most), time.perf_counter())
+        room = Room(self._shard.info.block_size, self._free_blocks if self._batch_id else None)
+        entries = roster.admit(min(places, self._most), room, time.perf_counter())
         if not entries:
+            if places > 0:
+                self._block()
             return
         request = pb.PrefillRequest(
             batch_id=self._batch_id, owner=self._owner, requests=[entry.to_wire() for entry in entries],
@@ -259,6 +264,8 @@ class Batcher:
                 self._end_rest(told)
         if step.preempted:
             self._requeue(step.preempted)
+        if step.cache.blocks:
+            self._free_blocks = step.cache.free_blocks
         self._count(step, call)
 
     def _end_rest(self, detail: pb.Detail) -> None:

@@ -9,6 +9,24 @@ from headrace_router.entry import Entry
 from headrace_router.queue import RequestQueue
 
 
+class Room:
+    """KV blocks that were free at the last step, as far as they are known. The shard has the last word."""
+
+    def __init__(self, block_size: int, free: int | None) -> None:
+        """`free` None: not known, everything is tried."""
+        self._block_size, self._free = block_size, free
+
+    def take(self, entry: Entry) -> bool:
+        """Is there room for a request's tokens and its next one? If so, it is taken."""
+        if self._free is None:
+            return True
+        need = (len(entry.request.prompt) + len(entry.output)) // self._block_size + 1
+        if need > self._free:
+            return False
+        self._free -= need
+        return True
+
+
 class Roster:
     """The queue and the running requests. A request that runs has a wire id, a new one for each admission."""
 
@@ -23,9 +41,9 @@ class Roster:
         """Tokens that the running requests may grow to."""
         return sum(len(e.request.prompt) + e.request.max_new_tokens for e in self.running.values())
 
-    def admit(self, most: int, now: float) -> list[Entry]:
-        """Take waiting requests, at most that many, and suspects one by one; they run from now on."""
-        entries = self.queue.take(most)
+    def admit(self, most: int, room: Room, now: float) -> list[Entry]:
+        """Take the waiting requests that there is room for, at most that many, suspects one by one; they run from now on."""
+        entries = self.queue.take(most, room.take)
         for at, entry in enumerate(entries):
             if entry.alone:
                 at = max(at, 1)
