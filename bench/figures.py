@@ -46,7 +46,7 @@ class Figure:
         ratio = self.ratio
         return {
             "name": self.name, "unit": self.unit, "target": target_text(self), "measured": short(self.measured),
-            "ratio": None if ratio is None else round(ratio, 2), "met": self.met,
+            "ratio": None if ratio is None else round(ratio, 2), "met": None if ratio is None else self.met,
             "samples": [short(value) for value in self.samples],
         }
 

@@ -6,6 +6,7 @@ the whole time of the answer, the prompt's included, and over HTTP on our side.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,11 +33,10 @@ class Transformers:
     """`transformers.generate` on the model folder's GGUF, dequantized to float32, as tests/reference loads it."""
 
     def __init__(self, folder: Path) -> None:
+        os.environ["TQDM_DISABLE"] = "1"  # read when it is imported, which transformers does
         import torch
         from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
 
-        logging.disable_progress_bar()
         torch.set_num_threads(THREADS)
         self._torch = torch
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32).eval()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from headrace._common.errors import GenerationFailed, HeadraceError
+from headrace_router import sse
 from headrace_router.api import admin, native, openai
 from headrace_router.api.caller import CALLER, identify
-from headrace_router.api.errors import answer, from_http
+from headrace_router.api.errors import answer, event, from_http
 from headrace_router.service import SERVICE, Service
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,19 @@ async def errors_and_auth(request: web.Request, handler: Handler) -> web.StreamR
         return web.Response()  # the client is gone: nobody reads this
     except Exception:  # the last fence: a slip of ours is one request's error, and is logged
         log.exception("internal error in %s %s", request.method, request.match_info.route.resource)
-        return answer(request.path, GenerationFailed("internal error"))
+        return await _internal_error(request)
+
+
+async def _internal_error(request: web.Request) -> web.StreamResponse:
+    """As an answer, or as the last event of a stream whose headers are out."""
+    error = GenerationFailed("internal error")
+    stream: web.StreamResponse | None = request.get(sse.STREAM)
+    if stream is None:
+        return answer(request.path, error)
+    with contextlib.suppress(ConnectionError):
+        await stream.write(event(request.path, error))
+        await stream.write_eof()
+    return stream
 
 
 def make_app(service: Service) -> web.Application:

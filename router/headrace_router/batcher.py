@@ -28,15 +28,15 @@ from collections.abc import Iterable
 import grpc
 import grpc.aio
 
-from headrace._common.errors import GenerationFailed, HeadraceError, InvalidRequest
+from headrace._common.errors import GenerationFailed, InvalidRequest
 from headrace._common.tokenizing import Tokenizer
 from headrace.v1 import generation_pb2 as pb
 from headrace_router.calls import Call
-from headrace_router.dispatch import read_top, send_last, send_token
+from headrace_router.dispatch import StepDetails, send_last, send_token
 from headrace_router.entry import Entry
 from headrace_router.limits import Limits
 from headrace_router.metrics import Metrics
-from headrace_router.queue import RequestQueue
+from headrace_router.roster import Room, Roster
 from headrace_router.shard_client import ShardClient
 from headrace_router.streams import TokenStream
 from headrace_router.text.output import OutputText
@@ -64,17 +64,17 @@ class Batcher:
         self._max_step_tokens = max_step_tokens
         self._shard_restarts = shard_restarts
         self._owner = secrets.token_hex(8)
-        self._queue: RequestQueue[Entry] = RequestQueue()
-        self._running: dict[int, Entry] = {}  # by wire id; admitted, or sent and not refused yet
-        self._leaving: set[int] = set()  # wire ids that have left here and may still run in the shard
+        self._roster = Roster()
         self._calls: deque[Call] = deque()
         self._batch_id = 0  # 0: there is no batch
         self._admitting = False  # a Prefill is on its way whose outcome is unknown
         self._decode_due = False  # the batch has no call that runs it on
+        self._free_blocks: int | None = None  # of the shard, at the last step; None: it does not say
         self._most = NO_LIMIT  # requests to send at once; halved when the shard has no room for so many
         self._blocked = False  # the shard has no room for one more
         self._retry: asyncio.TimerHandle | None = None
-        self._last_wire_id = self._last_arrival = 0
+        self._last_arrival = 0
+        self._closed: str | None = None  # why nothing is taken any more
         self._wake = asyncio.Event()
         self._called = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -82,12 +82,15 @@ class Batcher:
     # --- the engine's interface ---
 
     def submit(self, request: GenerateRequest) -> TokenStream:
-        """Queue a request."""
+        """Queue a request; a closed batcher fails it at once."""
         self._last_arrival += 1
         text = OutputText(self._tokenizer, request.stop, request.keep_stop)
         stream = TokenStream(lambda: self._cancel(entry))
         entry = Entry(request, self._last_arrival, text, stream)
-        self._queue.push(entry)
+        if self._closed is not None:
+            stream.fail(GenerationFailed(self._closed))
+            return stream
+        self._roster.queue.push(entry)
         self._wake.set()
         return stream
 
@@ -101,9 +104,10 @@ class Batcher:
 
     async def close(self, reason: str) -> None:
         """Fail what runs and waits, free the batch and stop."""
+        self._closed = reason
         for task in self._tasks:
             task.cancel()
-        self._fail([*self._running.values(), *self._queue], GenerationFailed(reason))
+        self._roster.fail([*self._roster.running.values(), *self._roster.queue], GenerationFailed(reason))
         try:
             await self._shard.stub.Clear(pb.ClearRequest(owner=self._owner), timeout=1.0)
         except grpc.aio.AioRpcError as error:
@@ -116,37 +120,31 @@ class Batcher:
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._queue)
+        return len(self._roster.queue)
 
     @property
     def running(self) -> int:
         """Requests in the batch."""
-        return len(self._running)
+        return len(self._roster.running)
 
     @property
     def running_tokens(self) -> int:
         """Tokens that the running requests may grow to."""
-        return sum(len(e.request.prompt) + e.request.max_new_tokens for e in self._running.values())
+        return self._roster.running_tokens
 
     # --- leaving ---
 
     def _cancel(self, entry: Entry) -> None:
         """The reader of a stream is gone."""
-        if entry.wire_id in self._running:
+        if entry.wire_id in self._roster.running:
             self._leave(entry.wire_id)
         else:
-            self._queue.forget()
+            self._roster.queue.forget()
 
     def _leave(self, wire_id: int) -> None:
         """A request ends on this side while the shard still runs it."""
-        del self._running[wire_id]
-        self._leaving.add(wire_id)
+        self._roster.leave(wire_id)
         self._wake.set()
-
-    def _fail(self, entries: Iterable[Entry], error: HeadraceError) -> None:
-        for entry in entries:
-            if not entry.ended:
-                entry.stream.fail(error)
 
     # --- sending ---
 
@@ -155,9 +153,9 @@ class Batcher:
             await self._wake.wait()
             self._wake.clear()
             if not self._admitting:  # else its outcome wakes us
-                if self._leaving:
+                if self._roster.leaving:
                     await self._filter()
-                if len(self._queue) and not self._blocked:
+                if len(self._roster.queue) and not self._blocked:
                     await self._admit()
             if self._decode_due:
                 await self._decode()
@@ -172,7 +170,7 @@ class Batcher:
 
     async def _filter(self) -> None:
         """Free the requests that have left. The answer is awaited: a Prefill sent now could overtake the Filter."""
-        batch_id, gone, keep = self._batch_id, set(self._leaving), list(self._running)
+        batch_id, gone, keep = self._batch_id, set(self._roster.leaving), list(self._roster.running)
         stub = self._shard.stub
         try:
             if batch_id and keep:
@@ -187,11 +185,12 @@ class Batcher:
                 return
         if not keep and self._batch_id == batch_id:
             self._batch_id = 0
-        self._leaving -= gone
+        self._roster.leaving -= gone
         self._unblock()
 
     def _unblock(self) -> None:
         self._blocked = False
+        self._free_blocks = None  # there may be more by now
         self._wake.set()
 
     def _block(self) -> None:
@@ -201,16 +200,15 @@ class Batcher:
         self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._unblock)
 
     async def _admit(self) -> None:
-        """Send waiting requests to the shard."""
-        entries = self._next_entries()
+        """Send waiting requests to the shard, no more than there are places."""
+        roster = self._roster
+        places = self._limits.max_batch_size - len(roster.running) - len(roster.leaving)
+        room = Room(self._shard.info.block_size, self._free_blocks if self._batch_id else None)
+        entries = roster.admit(min(places, self._most), room, time.perf_counter())
         if not entries:
+            if places > 0:
+                self._block()
             return
-        now = time.perf_counter()
-        for entry in entries:
-            self._last_wire_id += 1
-            entry.wire_id = self._last_wire_id
-            entry.admitted = entry.admitted or now
-            self._running[entry.wire_id] = entry
         request = pb.PrefillRequest(
             batch_id=self._batch_id, owner=self._owner, requests=[entry.to_wire() for entry in entries],
             max_step_tokens=self._max_step_tokens,
@@ -219,17 +217,6 @@ class Batcher:
         await self._send(Call("prefill", self._batch_id, self._shard.stub.Prefill(request), entries))
         # The running call goes on if the Prefill is refused; with a Decode behind, it yields and the refusal is read.
         self._decode_due = True
-
-    def _next_entries(self) -> list[Entry]:
-        """The requests to send now: no more than there are places, and suspects one by one."""
-        places = self._limits.max_batch_size - len(self._running) - len(self._leaving)
-        entries = self._queue.take(min(places, self._most))
-        for at, entry in enumerate(entries):
-            if entry.alone:
-                at = max(at, 1)
-                self._queue.push_head(entries[at:])
-                return entries[:at]
-        return entries
 
     async def _decode(self) -> None:
         """Send the call that runs the batch until all have ended, unless there is one, or nothing to run."""
@@ -261,54 +248,38 @@ class Batcher:
         """Hand out the tokens of one step."""
         if not call.confirmed:
             self._confirm(call, step)
-        running, special = self._running, self._tokenizer.special_ids
-        columns = step.intermediates
-        details = {d.request_id: d for d in step.details}
-        if details:  # rows that each of these requests has in this step
-            rows = dict.fromkeys(details, 0)
-            for wire_id in columns.request_id:
-                if wire_id in rows:
-                    rows[wire_id] += 1
-            left = dict(rows)
-        for wire_id, token_id, logprob in zip(columns.request_id, columns.token_id, columns.logprob, strict=True):
+        running, special, columns = self._roster.running, self._tokenizer.special_ids, step.intermediates
+        rows = zip(columns.request_id, columns.token_id, columns.logprob, strict=True)
+        details = StepDetails(step) if step.details else None
+        for wire_id, token_id, logprob in rows:
+            detail = details.next(wire_id) if details is not None else None
             entry = running.get(wire_id)
             if entry is None:
                 continue  # has left here
-            top, detail = None, details.get(wire_id) if details else None
-            if detail is not None:
-                left[wire_id] -= 1
-                top = read_top(detail, rows[wire_id] - left[wire_id] - 1)
-                if detail.is_end and not left[wire_id]:
-                    del running[wire_id]
-                    send_last(entry, token_id, logprob, token_id in special, top, detail)
-                    continue
-            if send_token(entry, token_id, logprob, token_id in special, top, detail):
+            if detail is not None and detail.is_last:
+                del running[wire_id]
+                send_last(entry, token_id, logprob, token_id in special, detail)
+            elif send_token(entry, token_id, logprob, token_id in special, detail):
                 self._leave(wire_id)
-        for detail in step.details:
-            if detail.is_end:
-                self._end_rest(detail)
+        for told in step.details:
+            if told.is_end:
+                self._end_rest(told)
         if step.preempted:
             self._requeue(step.preempted)
+        if step.cache.blocks:
+            self._free_blocks = step.cache.free_blocks
         self._count(step, call)
 
     def _end_rest(self, detail: pb.Detail) -> None:
         """A request has ended in the shard: free its place, and fail it if its last token did not come with that."""
-        self._leaving.discard(detail.request_id)
-        self._unblock()
-        entry = self._running.pop(detail.request_id, None)
+        entry = self._roster.end(detail.request_id)
         if entry is not None:
-            error = GenerationFailed(detail.message or "the request ended without its last token")
-            self._fail([entry], error)
+            self._roster.fail([entry], GenerationFailed(detail.message or "the request ended without its last token"))
+        self._unblock()
 
     def _requeue(self, preempted: Iterable[int]) -> None:
         """Requests have lost their place to others; they go on from where they were when there is room again."""
-        entries = []
-        for wire_id in preempted:
-            self._leaving.discard(wire_id)
-            if (entry := self._running.pop(wire_id, None)) is not None:
-                entry.wire_id = 0
-                entries.append(entry)
-        self._queue.push_head(entries)
+        self._roster.queue.push_head(self._roster.take_back(preempted))
         self._block()
 
     def _count(self, step: pb.Step, call: Call) -> None:
@@ -333,49 +304,49 @@ class Batcher:
     def _after(self, call: Call, end: int, error: grpc.aio.AioRpcError | None) -> None:
         """A call has ended, by its last Step's `end` or by an error.
 
-        Calls behind it go on with the batch. Without one, a batch that has only yielded gets a new Decode, and one
-        that is gone while requests have not ended is lost: they are admitted again, from the router's own record.
+        Calls behind it go on with the batch. Without one, a batch that may go on gets a new Decode, and one that is
+        gone while requests have not ended is lost: they are admitted again, from the router's own record.
         """
         if error is not None:
             self._metrics.batch_inference_failure[call.method] += 1
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._shard.report(f"{call.method} broke off")
-                self._lose(f"the shard is gone: {error.details()}")
-            elif not call.confirmed and call.method == "prefill":
-                self._refused(call, error)
-            elif error.code() is not grpc.StatusCode.NOT_FOUND:
-                self._give_up(error)
+            self._broken(call, error)
         if call.method == "prefill" and not call.confirmed:
             self._admitting = False
-            self._wake.set()
+        self._wake.set()
         if self._calls:
             return
-        goes_on = end in (pb.Step.YIELDED, pb.Step.MAX_STEPS) or (call.method == "prefill" and end == pb.Step.FINISHED)
-        if self._running and goes_on:
+        if error is not None:
+            gone = error.code() is grpc.StatusCode.NOT_FOUND
+        else:
+            gone = end == pb.Step.END_UNSPECIFIED or (call.method == "decode" and end == pb.Step.FINISHED)
+        if gone:
+            self._lost_batch()
+        elif self._roster.running:
             self._decode_due = True
-        elif self._running:
-            self._readmit()
-        elif not (self._leaving and goes_on):
+        elif not self._roster.leaving:  # else these are to be freed yet
             self._batch_id = 0
-            self._leaving.clear()
-        self._wake.set()
+
+    def _broken(self, call: Call, error: grpc.aio.AioRpcError) -> None:
+        """A call has ended with an error."""
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            self._shard.report(f"{call.method} broke off")
+            self._lose_shard(f"the shard is gone: {error.details()}")
+        elif not call.confirmed and call.method == "prefill":
+            self._refused(call, error)
+        elif error.code() is not grpc.StatusCode.NOT_FOUND:
+            self._give_up(error)
 
     def _refused(self, call: Call, error: grpc.aio.AioRpcError) -> None:
         """A Prefill was refused as a whole; nothing of it is in the batch."""
-        entries = []
-        for entry in call.entries:
-            self._leaving.discard(entry.wire_id)
-            if self._running.pop(entry.wire_id, None) is not None:
-                entry.wire_id = 0
-                entry.admitted = entry.admitted if entry.output else None
-                entries.append(entry)
-        code, alone = error.code(), len(call.entries) == 1
+        roster, code, alone = self._roster, error.code(), len(call.entries) == 1
+        entries = roster.take_back([entry.wire_id for entry in call.entries])
+        for entry in entries:
+            entry.admitted = entry.admitted if entry.output else None
         if code is grpc.StatusCode.NOT_FOUND and call.batch_id:
-            if self._batch_id == call.batch_id:
-                self._batch_id = 0  # it ended while we asked to join it
-            self._queue.push_head(entries)
+            self._lost_batch()  # mostly it has only ended while we asked to join it
+            roster.queue.push_head(entries)
         elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            self._queue.push_head(entries)
+            roster.queue.push_head(entries)
             if alone:
                 self._block()
             else:
@@ -383,43 +354,39 @@ class Batcher:
         elif code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS) and not alone:
             for entry in entries:
                 entry.alone = True
-            self._queue.push_head(entries)
+            roster.queue.push_head(entries)
         elif code is grpc.StatusCode.INVALID_ARGUMENT:
-            self._fail(entries, InvalidRequest(f"{error.details()}"))
+            roster.fail(entries, InvalidRequest(f"{error.details()}"))
         else:
-            self._fail(entries, GenerationFailed(f"{error.details()}"))
+            roster.fail(entries, GenerationFailed(f"{error.details()}"))
 
-    def _lose(self, reason: str) -> None:
+    def _lose_shard(self, reason: str) -> None:
         """The shard is gone, and with it whatever ran. If it comes back, the requests go on from the own record."""
-        entries = list(self._running.values())
-        self._running.clear()
-        self._leaving.clear()
-        self._batch_id = 0
-        if not self._shard_restarts:
-            self._fail(entries, GenerationFailed(reason))
-            return
-        for entry in entries:
-            entry.wire_id = 0
-        self._queue.push_head(entries)
-        self._block()
+        self._batch_id, self._free_blocks = 0, None
+        entries = self._roster.take_all_back()
+        if self._shard_restarts:
+            self._roster.queue.push_head(entries)
+            self._block()
+        else:
+            self._roster.fail(entries, GenerationFailed(reason))
 
     def _give_up(self, error: grpc.aio.AioRpcError) -> None:
         """A call has failed within the shard: its requests fail, and whatever is left of them there is freed."""
-        entries = dict(self._running)
+        entries = dict(self._roster.running)
         log.error("the shard failed: %s: %s", error.code().name, error.details())
         for wire_id in entries:
             self._leave(wire_id)
-        self._fail(entries.values(), GenerationFailed(f"{error.details()}"))
+        self._roster.fail(entries.values(), GenerationFailed(f"{error.details()}"))
 
-    def _readmit(self) -> None:
-        """The shard no longer knows the batch: go on from the own record, once per request."""
-        entries = list(self._running.values())
-        self._running.clear()
-        self._leaving.clear()
+    def _lost_batch(self) -> None:
+        """There is no batch any more. Requests that have not ended go on from the own record, once each."""
         self._batch_id = 0
+        entries = self._roster.take_all_back()
+        if not entries:
+            return
         again = [entry for entry in entries if not entry.readmitted]
         log.warning("the shard lost a batch of %d requests; %d are admitted again", len(entries), len(again))
-        self._fail((e for e in entries if e.readmitted), GenerationFailed("the shard lost the request twice"))
+        self._roster.fail((e for e in entries if e.readmitted), GenerationFailed("the shard lost the request twice"))
         for entry in again:
-            entry.readmitted, entry.wire_id = True, 0
-        self._queue.push_head(again)
+            entry.readmitted = True
+        self._roster.queue.push_head(again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 
 from headrace._common.errors import GenerationFailed
 from headrace.v1 import generation_pb2 as pb
@@ -15,49 +16,64 @@ REASONS: dict[int, FinishReason] = {
 }
 
 
-def read_top(detail: pb.Detail, row: int) -> list[TopToken] | None:
-    """The most likely tokens of the request's `row`th token in this step, if it asked for them."""
-    if row >= len(detail.top):
-        return None
-    top = detail.top[row]
-    return [TopToken(i, p) for i, p in zip(top.token_id, top.logprob, strict=True)]
+class TokenDetail:
+    """What a Detail says of one of its request's tokens in the step."""
+
+    __slots__ = ("detail", "is_last", "row")
+
+    def __init__(self, detail: pb.Detail, row: int, is_last: bool) -> None:
+        self.detail, self.row, self.is_last = detail, row, is_last
+
+    @property
+    def top(self) -> list[TopToken] | None:
+        """The most likely tokens, if the request asked for them."""
+        if self.row >= len(self.detail.top):
+            return None
+        top = self.detail.top[self.row]
+        return [TopToken(i, p) for i, p in zip(top.token_id, top.logprob, strict=True)]
+
+    @property
+    def prompt(self) -> list[PromptToken] | None:
+        """The prompt's tokens; only with the first token of a request that asked for them."""
+        if not self.detail.HasField("prompt_logprobs"):
+            return None
+        rows = zip(self.detail.prompt_logprobs.token_id, self.detail.prompt_logprobs.logprob, strict=True)
+        return [PromptToken(i, None if math.isnan(p) else p) for i, p in rows]
 
 
-def _read_prompt(detail: pb.Detail) -> list[PromptToken] | None:
-    if not detail.HasField("prompt_logprobs"):
-        return None
-    rows = zip(detail.prompt_logprobs.token_id, detail.prompt_logprobs.logprob, strict=True)
-    return [PromptToken(i, None if math.isnan(p) else p) for i, p in rows]
+class StepDetails:
+    """The details of a step, dealt out to the tokens that they are about: a request may have several in one step."""
+
+    def __init__(self, step: pb.Step) -> None:
+        self._details = {detail.request_id: detail for detail in step.details}
+        self._rows = dict.fromkeys(self._details, 0)
+        self._left = Counter(i for i in step.intermediates.request_id if i in self._details)
+
+    def next(self, request_id: int) -> TokenDetail | None:
+        """For the request's next token in the step."""
+        detail = self._details.get(request_id)
+        if detail is None:
+            return None
+        row = self._rows[request_id]
+        self._rows[request_id] += 1
+        return TokenDetail(detail, row, detail.is_end and row + 1 == self._left[request_id])
 
 
-def _token(
-    entry: Entry, token_id: int, logprob: float, text: str, special: bool, top: list[TopToken] | None,
-    detail: pb.Detail | None,
-) -> Token:
-    token = Token(token_id, logprob, text, special, top)
-    if detail is not None:
-        token.prompt = _read_prompt(detail)
-        if len(entry.output) == 1:
-            entry.cached_tokens = detail.cached_tokens
-    return token
-
-
-def send_token(
-    entry: Entry, token_id: int, logprob: float, special: bool, top: list[TopToken] | None, detail: pb.Detail | None
-) -> bool:
+def send_token(entry: Entry, token_id: int, logprob: float, special: bool, detail: TokenDetail | None) -> bool:
     """Send a token that is not the last one for the shard; True if a stop string ends the request with it."""
     entry.output.append(token_id)
-    token = _token(entry, token_id, logprob, entry.text.push(token_id), special, top, detail)
+    token = Token(token_id, logprob, entry.text.push(token_id), special)
+    if detail is not None:
+        _add_detail(entry, token, detail)
     if entry.request.stop and entry.text.stopped:
         token.end = entry.end("stop_sequence", time.perf_counter())
     entry.stream.put(token)
     return token.end is not None
 
 
-def send_last(
-    entry: Entry, token_id: int, logprob: float, special: bool, top: list[TopToken] | None, detail: pb.Detail
-) -> None:
+def send_last(entry: Entry, token_id: int, logprob: float, special: bool, last: TokenDetail) -> None:
     """Send the last token of a request, or its error. An end token is special whatever the tokenizer calls it."""
+    detail = last.detail
     if detail.finish_reason == pb.Detail.ERROR:
         entry.stream.fail(GenerationFailed(detail.message or "the shard ended the request with an error"))
         return
@@ -71,6 +87,13 @@ def send_last(
     text += entry.text.finish()
     if entry.text.stopped:
         reason = "stop_sequence"
-    token = _token(entry, token_id, logprob, text, special or at_end_token, top, detail)
+    token = Token(token_id, logprob, text, special or at_end_token)
+    _add_detail(entry, token, last)
     token.end = entry.end(reason, time.perf_counter())
     entry.stream.put(token)
+
+
+def _add_detail(entry: Entry, token: Token, detail: TokenDetail) -> None:
+    token.top, token.prompt = detail.top, detail.prompt
+    if len(entry.output) == 1:
+        entry.cached_tokens = detail.detail.cached_tokens

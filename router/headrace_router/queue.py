@@ -7,7 +7,7 @@ their order of arrival.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from headrace_router.tenants import CLASSES
@@ -34,7 +34,7 @@ class RequestQueue(Generic[W]):
 
     def __init__(self) -> None:
         self._classes: dict[str, deque[W]] = {name: deque() for name in CLASSES}
-        self._head: list[W] = []  # by arrival
+        self._head: deque[W] = deque()  # by arrival
         self._ended = 0
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class RequestQueue(Generic[W]):
 
     def push_head(self, requests: Iterable[W]) -> None:
         """Put back requests that had their turn already."""
-        self._head = sorted([*self._head, *requests], key=lambda request: request.arrival)
+        self._head = deque(sorted([*self._head, *requests], key=lambda request: request.arrival))
 
     def forget(self) -> None:
         """One of the waiting requests has ended; it is dropped for good when its turn comes."""
@@ -57,26 +57,22 @@ class RequestQueue(Generic[W]):
                 waiting.clear()
             self._ended = 0
 
-    def take(self, most: int) -> list[W]:
-        """The next requests, at most that many."""
+    def take(self, most: int, fits: Callable[[W], bool] = lambda request: True) -> list[W]:
+        """The next requests, at most that many, up to the first one that does not fit: nobody overtakes it."""
         taken: list[W] = []
-        while len(taken) < most:
-            request = self._next()
-            if request is None:
-                break
-            if request.ended:
+        while len(taken) < most and (waiting := self._next()) is not None:
+            if waiting[0].ended:
                 self._ended -= 1
+            elif fits(waiting[0]):
+                taken.append(waiting[0])
             else:
-                taken.append(request)
+                break
+            waiting.popleft()
         return taken
 
-    def _next(self) -> W | None:
-        if self._head:
-            return self._head.pop(0)
-        for waiting in self._classes.values():
-            if waiting:
-                return waiting.popleft()
-        return None
+    def _next(self) -> deque[W] | None:
+        """The line whose first request is the next."""
+        return next((waiting for waiting in (self._head, *self._classes.values()) if waiting), None)
 
     def __iter__(self) -> Iterator[W]:
         """Those that wait, in no particular order."""

@@ -104,7 +104,7 @@ class Router:
         log.info("stopping; %d requests may take up to %g s", self.service.active, seconds)
         try:
             async with asyncio.timeout(seconds):
-                while self.service.active and self._shard.healthy:  # noqa: ASYNC110 - counted in the hot path, looked at once in a life
+                while self.service.active and self._shard.healthy:  # noqa: ASYNC110 - counted in the hot path
                     await asyncio.sleep(0.02)
         except TimeoutError:
             log.warning("%d requests have not ended in time", self.service.active)
@@ -112,6 +112,7 @@ class Router:
     async def stop(self) -> None:
         """End what still runs with an error event, and close everything."""
         if self._tasks:
+            self.service.draining = True
             problem = self._shard.problem
             await self.batcher.close(f"the shard is gone: {problem}" if problem else "the server is stopping")
             await self._runner.cleanup()

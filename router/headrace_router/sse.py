@@ -7,6 +7,7 @@ from aiohttp import web
 KEEP_ALIVE_SECONDS = 15.0
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
+STREAM: web.RequestKey[web.StreamResponse] = web.RequestKey("stream", web.StreamResponse)  # once its headers are out
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -26,4 +27,5 @@ async def open_stream(request: web.Request, headers: dict[str, str]) -> web.Stre
     """Send the response headers now, before there is anything to say."""
     response = web.StreamResponse(headers={**HEADERS, **headers})
     await response.prepare(request)
+    request[STREAM] = response
     return response

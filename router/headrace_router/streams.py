@@ -8,22 +8,68 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import TracebackType
 
 from headrace._common.errors import HeadraceError
 from headrace_router.types import Token
 
 
+class Silence:
+    """Calls back when a wait has lasted too long. One timer serves many waits, most of which end before it: it is not
+    set and cancelled for every token.
+    """
+
+    __slots__ = ("_call", "_deadline", "_timer")
+
+    def __init__(self) -> None:
+        self._call: Callable[[], None] | None = None
+        self._deadline = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, call: Callable[[], None], seconds: float) -> None:
+        """A wait begins: have `call` called, once, if it has not ended in so many seconds."""
+        loop = asyncio.get_running_loop()
+        self._call, self._deadline = call, loop.time() + seconds
+        if self._timer is None:
+            self._timer = loop.call_at(self._deadline, self._ring)
+
+    def look_away(self) -> None:
+        """The wait has ended."""
+        self._call = None
+
+    def close(self) -> None:
+        """No wait will follow."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        if self._call is not None and loop.time() >= self._deadline:
+            call, self._call = self._call, None
+            call()
+        elif self._call is not None:
+            self._timer = loop.call_at(self._deadline, self._ring)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
 class TokenStream:
     """Tokens of one request, written by the engine and read by one task. Leaving its `async with` cancels the rest."""
 
-    __slots__ = ("_arrived", "_closed", "_error", "_on_cancel", "_tokens", "done")
+    __slots__ = ("_arrived", "_closed", "_error", "_on_cancel", "_silence", "_tokens", "done")
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
         self._on_cancel = on_cancel
         self._tokens: list[Token] = []
         self._error: HeadraceError | None = None
         self._arrived: Callable[[], None] | None = None
+        self._silence = Silence()
         self._closed = False
         self.done = False  # the terminal event has been written
 
@@ -70,25 +116,16 @@ class TokenStream:
             HeadraceError: as `take` does.
         """
         if not self._tokens and self._error is None:
-            await self._wait(seconds)
+            waiter = asyncio.get_running_loop().create_future()
+            self._arrived = partial(_wake, waiter)
+            if seconds is not None:
+                self._silence.watch(self._arrived, seconds)
+            try:
+                await waiter
+            finally:
+                self._arrived = None
+                self._silence.look_away()
         return self.take()
-
-    async def _wait(self, seconds: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        self._arrived = wake
-        timer = None if seconds is None else loop.call_later(seconds, wake)
-        try:
-            await waiter
-        finally:
-            self._arrived = None
-            if timer is not None:
-                timer.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         """Every token up to the last; raises what `read` raises."""
@@ -102,6 +139,7 @@ class TokenStream:
         """Cancel what has not ended. Idempotent."""
         if not self._closed:
             self._closed = True
+            self._silence.close()
             if not self.done:
                 self.done = True
                 self._on_cancel()

@@ -15,6 +15,7 @@ from headrace_router.limits import Limits
 from headrace_router.types import Sampling
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+LARGEST_FACTOR = 1e6  # of a temperature or a repetition penalty, as the shard has it
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,16 @@ def check_positive(field: str, value: float | None) -> None:
     """
     if value is not None and not value > 0:
         raise InvalidRequest(f"`{field}` must be strictly positive", field)
+
+
+def check_factor(field: str, value: float | None) -> None:
+    """
+    Raises:
+        InvalidRequest: the value is given, and not above 0, or larger than a shard takes it.
+    """
+    check_positive(field, value)
+    if value is not None and value > LARGEST_FACTOR:
+        raise InvalidRequest(f"`{field}` must be <= {LARGEST_FACTOR:.0f}", field)
 
 
 def check_range(field: str, value: float | None, low: float, high: float) -> None:
@@ -152,8 +163,8 @@ def check_native_sampling(given: Sampling) -> None:
     Raises:
         InvalidRequest: with TGI's text.
     """
-    check_positive("temperature", given.temperature)
-    check_positive("repetition_penalty", given.repetition_penalty)
+    check_factor("temperature", given.temperature)
+    check_factor("repetition_penalty", given.repetition_penalty)
     if given.frequency_penalty is not None and not -2 <= given.frequency_penalty <= 2:
         raise InvalidRequest("`frequency_penalty` must be >= -2.0 and <= 2.0", "frequency_penalty")
     check_fraction("top_p", given.top_p)
@@ -171,4 +182,4 @@ def check_openai_sampling(given: Sampling) -> None:
     check_fraction("top_p", given.top_p, one=True)
     check_range("frequency_penalty", given.frequency_penalty, -2.0, 2.0)
     check_range("presence_penalty", given.presence_penalty, -2.0, 2.0)
-    check_positive("repetition_penalty", given.repetition_penalty)
+    check_factor("repetition_penalty", given.repetition_penalty)

@@ -112,12 +112,14 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         """Forget every batch, as after an expired lease."""
         self.fail(grpc.StatusCode.NOT_FOUND, "unknown batch")
 
-    def fail(self, code: grpc.StatusCode, details: str) -> None:
-        """Forget every batch and end its calls with an error."""
+    def fail(self, code: grpc.StatusCode, details: str, forget: bool = True) -> None:
+        """End all calls with an error, and forget every batch."""
         for batch in self.batches.values():
             for call in batch.calls:
                 call.steps.put_nowait((code, details))
-        self.batches.clear()
+            batch.calls.clear()
+        if forget:
+            self.batches.clear()
 
     # --- the service ---
 

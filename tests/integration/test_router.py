@@ -14,9 +14,11 @@ import aiohttp
 import grpc
 import pytest
 
+from headrace._common.errors import GenerationFailed
 from headrace.v1 import generation_pb2 as pb
 from headrace_router import sse
 from headrace_router.text.pool import TextPool
+from headrace_router.types import GenerateRequest
 from tests.fakes.routers import Running, running, until
 from tests.fakes.scripted_shard import ScriptedShard, cycle
 from tests.fakes.text_models import EOS_ID, write_text_model
@@ -169,7 +171,8 @@ async def test_half_a_character_goes_into_the_last_token(server: Running) -> Non
 @pytest.mark.parametrize(("parameters", "text"), [
     ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
     ({"temperature": 0}, "`temperature` must be strictly positive"),
-    ({"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"), ({"top_p": 1e-60}, "`top_p`"), ({"typical_p": 1e-60}, "`typical_p`"),
+    ({"temperature": 1e7}, "`temperature` must be <= 1000000"), ({"repetition_penalty": 1e7}, "`repetition_penalty`"),
     ({"max_new_tokens": 1024}, "`inputs` tokens + `max_new_tokens` must be <= 1024. Given: 1 `inputs` tokens and 1024"),
     ({"truncate": 0}, "`truncate` must be strictly positive and less than 1023. Given: 0"),
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
@@ -318,6 +321,7 @@ async def test_logprobs(server: Running) -> None:
 
 @pytest.mark.parametrize("body", [
     {"n": 2}, {"n": 0}, {"n": "2"}, {"max_tokens": 0}, {"temperature": 2.5}, {"temperature": -1}, {"top_p": 0},
+    {"top_p": 1e-60}, {"repetition_penalty": 1e7}, {"min_p": 1.5}, {"top_k": -2},
     {"stream_options": {"include_usage": True}}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21},
     {"logprobs": True, "top_logprobs": True}, {"logit_bias": {"400": 1}}, {"logit_bias": {"5": None}},
     {"stop": [""]}, {"stop": ["a"] * 5}, {"seed": 2**63}, {"tools": [{"type": "function"}]},
@@ -557,6 +561,36 @@ async def test_a_lost_batch_is_admitted_again_once(start: Start) -> None:
         await server.settled()
 
 
+async def test_a_batch_is_lost_while_others_join_it(start: Start) -> None:
+    async with start(ScriptedShard(step_seconds=0.005)) as server:
+        expected = (await server.generate("a", 60)).json
+        task = asyncio.create_task(server.generate("a", 60))
+        await asyncio.sleep(0.1)
+        server.shard.lose()
+        async with server.router.batcher.submit(GenerateRequest([40], 900)), asyncio.timeout(3):  # goes on for 4.5 s
+            assert (await task).json == expected
+        await server.settled()
+
+
+async def test_what_a_failed_call_leaves_behind_is_freed(start: Start) -> None:
+    async with start(ScriptedShard(step_seconds=0.005)) as server:
+        task = asyncio.create_task(server.generate("a", 900))
+        await asyncio.sleep(0.1)
+        server.shard.fail(grpc.StatusCode.INTERNAL, "a slip", forget=False)
+        assert server.shard.rows == 1
+        assert (await task).status == 424
+        await server.settled()
+        assert (await server.generate()).status == 200
+
+
+async def test_a_closed_batcher_takes_nothing(start: Start) -> None:
+    async with start() as server:
+        await server.router.batcher.close("it is over")
+        async with server.router.batcher.submit(GenerateRequest([40], 5)) as stream:
+            with pytest.raises(GenerationFailed, match="it is over"):
+                await stream.read(1.0)
+
+
 async def test_a_failing_shard_gives_one_error_event(start: Start) -> None:
     async with start(ScriptedShard(step_seconds=0.005)) as server:
         body = {"inputs": "x", "parameters": {"max_new_tokens": 900}}
@@ -632,6 +666,21 @@ async def test_a_stopped_shard(start: Start) -> None:
 
 
 # --- silence and the end ---
+
+
+@pytest.mark.parametrize(("path", "done"), [("/generate_stream", 0), ("/v1/chat/completions", 1)])
+async def test_a_slip_within_a_stream_is_its_last_event(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, done: int
+) -> None:
+    def slip(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("headrace_router.service.Ticket.ended", slip)
+    reply = await server.post(path, {**CHAT, "inputs": "x", "parameters": {"max_new_tokens": 3}, "stream": True})
+    assert reply.status == 200
+    assert [e for e in reply.events if "error" in e] == reply.events[-1:]
+    assert "internal error" in str(reply.events[-1])
+    assert reply.done == done
 
 
 async def test_silence_is_filled_with_comments(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,11 @@ class TokenBytes:
         decoded: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return decoded.encode()
 
+    def decode(self, ids: list[int]) -> str:
+        """Text of a whole sequence, as the tokenizers library decodes it."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
 
 def part_kinds(part: Any) -> set[str]:
     """Kinds of a tokenizer's decoder or normalizer, and of what it is made of; empty if there is none."""
@@ -79,12 +84,12 @@ def _unfold(step: dict[str, Any]) -> list[dict[str, Any]]:
 class Detokenizer:
     """The text of one growing sequence of output tokens. Special tokens add no text."""
 
-    __slots__ = ("_decoder", "_ids", "_sent", "_special", "_tokenizer")
+    __slots__ = ("_ids", "_pending", "_sent", "_special", "_tokenizer")
 
     def __init__(self, token_bytes: TokenBytes, special_ids: frozenset[int]) -> None:
         self._tokenizer = token_bytes
         self._special = special_ids
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._pending = b""  # the beginning of a character
         self._ids: list[int] = []  # only where the decoder needs the whole sequence
         self._sent = 0
 
@@ -93,18 +98,21 @@ class Detokenizer:
         if token_id in self._special:
             return ""
         if self._tokenizer.exact:
-            return self._decoder.decode(self._tokenizer(token_id))
+            data = self._pending + self._tokenizer(token_id)
+            text, used = codecs.utf_8_decode(data, "replace", False)
+            self._pending = data[used:]
+            return text
         self._ids.append(token_id)
-        text: str = self._tokenizer._tokenizer.decode(self._ids, skip_special_tokens=True)
-        if text.endswith("\ufffd"):
-            return ""
-        piece, self._sent = text[self._sent :], len(text)
-        return piece
+        whole = self._tokenizer.decode(self._ids)
+        return "" if whole.endswith("\ufffd") else self._rest(whole)
 
     def flush(self) -> str:
         """What is left at the end: a replacement character for bytes that never became one, else ""."""
         if self._tokenizer.exact:
-            return self._decoder.decode(b"", final=True)
-        text: str = self._tokenizer._tokenizer.decode(self._ids, skip_special_tokens=True)
-        piece, self._sent = text[self._sent :], len(text)
+            data, self._pending = self._pending, b""
+            return data.decode("utf-8", "replace")
+        return self._rest(self._tokenizer.decode(self._ids))
+
+    def _rest(self, whole: str) -> str:
+        piece, self._sent = whole[self._sent :], len(whole)
         return piece

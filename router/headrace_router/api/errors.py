@@ -16,6 +16,7 @@ from headrace._common.errors import (
     Unauthorized,
     mapping,
 )
+from headrace_router import sse
 
 NATIVE_PREFIXES: dict[type[HeadraceError], str] = {
     InvalidRequest: "Input validation error: ", GenerationFailed: "Request failed during generation: ",
@@ -62,3 +63,10 @@ def from_http(error: web.HTTPException) -> HeadraceError | None:
     if error.status == 405:
         return MethodNotAllowed("this route exists, for another method")
     return None
+
+
+def event(path: str, error: HeadraceError) -> bytes:
+    """The last event of a stream that fails: the route's own body, and on /v1 the end mark."""
+    if is_openai(path):
+        return sse.frame(msgspec.json.encode(openai_body(error))) + sse.DONE
+    return sse.frame(msgspec.json.encode(native_body(error)))

@@ -10,7 +10,7 @@ from headrace_router import sse
 from headrace_router.api import native_types as shapes
 from headrace_router.api.bodies import read_json
 from headrace_router.api.caller import CALLER
-from headrace_router.api.errors import native_body
+from headrace_router.api.errors import event
 from headrace_router.api.native_requests import Prepared, prepare
 from headrace_router.api.timing import compute_headers, time_headers
 from headrace_router.service import SERVICE, Service, Ticket
@@ -50,9 +50,9 @@ async def tokenize(request: web.Request) -> web.Response:
     body = await read_json(request, shapes.generate_decoder, service.settings.payload_limit)
     if not body.inputs:
         raise InvalidRequest("`inputs` cannot be empty", "inputs")
-    pieces = await service.text.pieces(body.inputs)
-    out = [shapes.SimpleToken(p.id, p.text, p.start, p.stop) for p in pieces]
-    return web.Response(body=shapes.encode(out), content_type="application/json")
+    text, inputs = service.text, body.inputs
+    out = await text.run(lambda: shapes.encode(shapes.simple_tokens(text.tokenizer.pieces(inputs))))
+    return web.Response(body=out, content_type="application/json")
 
 
 async def _prepare(
@@ -91,7 +91,7 @@ async def _stream(
                 tokens = await stream.read(sse.KEEP_ALIVE_SECONDS)
             except HeadraceError as error:
                 ticket.fail(error)
-                await response.write(sse.frame(shapes.encode(native_body(error))))
+                await response.write(event(request.path, error))
                 break
             frames = [sse.PING] if not tokens else []
             for token in tokens:

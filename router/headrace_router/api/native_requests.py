@@ -80,7 +80,7 @@ def _sampling(given: Parameters) -> Sampling:
     seed = given.seed if given.seed is not None else draw_seed()
     return Sampling(
         do_sample=do_sample, seed=seed if do_sample else None, temperature=float32("temperature", given.temperature),
-        top_k=given.top_k, top_p=given.top_p, typical_p=given.typical_p,
+        top_k=given.top_k, top_p=float32("top_p", given.top_p), typical_p=float32("typical_p", given.typical_p),
         repetition_penalty=float32("repetition_penalty", given.repetition_penalty),
         frequency_penalty=given.frequency_penalty,
     )

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from headrace._common.tokenizing import Piece
+
 UInt32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 UInt = Annotated[int, Meta(ge=0)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -98,6 +100,11 @@ class SimpleToken(Struct):
     text: str
     start: int
     stop: int
+
+
+def simple_tokens(pieces: list[Piece]) -> list[SimpleToken]:
+    """The answer of /tokenize."""
+    return [SimpleToken(p.id, p.text, p.start, p.stop) for p in pieces]
 
 
 encode = msgspec.json.Encoder().encode

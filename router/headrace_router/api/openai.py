@@ -12,7 +12,7 @@ from headrace_router.api import native_types
 from headrace_router.api import openai_types as shapes
 from headrace_router.api.bodies import read_json
 from headrace_router.api.caller import CALLER
-from headrace_router.api.errors import openai_body
+from headrace_router.api.errors import event
 from headrace_router.api.openai_replies import ChatReplies, CompletionReplies
 from headrace_router.api.openai_requests import Prepared, check_messages, prepare_chat, prepare_completion
 from headrace_router.api.timing import compute_headers, time_headers
@@ -47,10 +47,12 @@ async def chat_tokenize(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     body = await read_json(request, shapes.chat_tokenize_decoder, service.settings.payload_limit)
     prompt = await service.text.chat(check_messages(body.messages))
-    pieces = await service.text.chat_pieces(prompt)
-    tokens = [native_types.SimpleToken(p.id, p.text, p.start, p.stop) for p in pieces]
-    out = {"tokenize_response": tokens, "templated_text": prompt.text}
-    return web.Response(body=shapes.encode(out), content_type="application/json")
+
+    def answer() -> bytes:
+        tokens = native_types.simple_tokens(service.text.chat_pieces(prompt))
+        return shapes.encode({"tokenize_response": tokens, "templated_text": prompt.text})
+
+    return web.Response(body=await service.text.run(answer), content_type="application/json")
 
 
 async def _answer(
@@ -69,11 +71,11 @@ async def _answer(
                     frames = [replies.frames(index, token) for index, token in tokens] or [sse.PING]
                     if data := b"".join(frames):
                         await response.write(data)
-                last = replies.usage_frame(ends) if prepared.shown.include_usage else b""
+                last = (replies.usage_frame(ends) if prepared.shown.include_usage else b"") + sse.DONE
             except HeadraceError as error:
                 ticket.fail(error)
-                last = sse.frame(shapes.encode(openai_body(error)))
-            await response.write(last + sse.DONE)
+                last = event(request.path, error)
+            await response.write(last)
             await response.write_eof()
             return response
         choices: list[list[Token]] = [[] for _ in streams]

@@ -64,13 +64,14 @@ def _sampling(body: CommonBody, limits: Limits) -> Sampling:
     """Temperature 0 takes the most likely token; OpenAI's default is to sample at 1."""
     temperature = float32("temperature", body.temperature)
     penalty = float32("repetition_penalty", body.repetition_penalty)
+    top_p, min_p = float32("top_p", body.top_p), float32("min_p", body.min_p)
     given = Sampling(
-        temperature=temperature, top_p=body.top_p, repetition_penalty=penalty,
+        temperature=temperature, top_p=top_p, repetition_penalty=penalty,
         frequency_penalty=body.frequency_penalty or None, presence_penalty=body.presence_penalty or None,
         logit_bias=check_logit_bias(body.logit_bias, limits),
     )
     check_openai_sampling(given)
-    check_range("min_p", body.min_p, 0.0, 1.0)
+    check_range("min_p", min_p, 0.0, 1.0)
     if body.top_k is not None and not -1 <= body.top_k < 2**31:
         raise InvalidRequest("`top_k` must be >= -1", "top_k")
     if body.seed is not None and not -(2**63) <= body.seed < 2**63:
@@ -84,7 +85,7 @@ def _sampling(body: CommonBody, limits: Limits) -> Sampling:
     return Sampling(
         do_sample=True, seed=draw_seed() if body.seed is None else body.seed % 2**64, temperature=temperature,
         top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
-        top_p=None if body.top_p == 1 else body.top_p, min_p=body.min_p or None, repetition_penalty=penalty,
+        top_p=None if top_p == 1 else top_p, min_p=min_p or None, repetition_penalty=penalty,
         frequency_penalty=given.frequency_penalty, presence_penalty=given.presence_penalty,
         logit_bias=given.logit_bias,
     )

@@ -56,7 +56,8 @@ class TextPool:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, work: Callable[..., T], *args: Any) -> T:
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """Do something long in one of the threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def encode(self, text: str, most: int | None = None) -> list[int]:
@@ -65,7 +66,7 @@ class TextPool:
         Raises:
             TooLong: there are many more than `most`.
         """
-        return await self._run(self._encode, text, most)
+        return await self.run(self._encode, text, most)
 
     def _encode(self, text: str, most: int | None) -> list[int]:
         self._check_length(text, most)
@@ -85,10 +86,6 @@ class TextPool:
             if count > 2 * most + SLICE:
                 raise TooLong(most)
 
-    async def pieces(self, text: str, add_special_tokens: bool = True) -> list[Piece]:
-        """Tokens of a text with offsets in characters."""
-        return await self._run(self.tokenizer.pieces, text, add_special_tokens)
-
     async def chat(self, messages: list[dict[str, Any]], most: int | None = None) -> ChatPrompt:
         """The prompt of a conversation. If the assistant spoke last, it goes on where it stopped.
 
@@ -99,15 +96,12 @@ class TextPool:
         """
         try:
             async with asyncio.timeout(2 * MAX_SECONDS):
-                return await self._run(self._render, messages, most)
+                return await self.run(self._render, messages, most)
         except TimeoutError:
             raise TemplateError("Template error: the chat template takes too long") from None
 
-    async def chat_pieces(self, prompt: ChatPrompt) -> list[Piece]:
-        """The tokens of a rendered conversation, with offsets into its text."""
-        return await self._run(self._pieces_of, prompt)
-
-    def _pieces_of(self, prompt: ChatPrompt) -> list[Piece]:
+    def chat_pieces(self, prompt: ChatPrompt) -> list[Piece]:
+        """The tokens of a rendered conversation, with offsets into its text. Call it in one of the threads."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         made, start = [], 0
         for token_id in prompt.ids:

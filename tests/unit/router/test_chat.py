@@ -56,7 +56,7 @@ async def test_developer_is_system_for_older_templates(pool: TextPool) -> None:
 
 async def test_pieces_of_a_rendered_chat(pool: TextPool) -> None:
     prompt = await chat(pool, ("user", "h\u00e9 \U0001f600<|im_end|>"))
-    pieces = await pool.chat_pieces(prompt)
+    pieces = pool.chat_pieces(prompt)
     assert [piece.id for piece in pieces] == prompt.ids
     assert "".join(piece.text for piece in pieces) == prompt.text
     assert all(prompt.text[p.start : p.stop] == p.text for p in pieces)

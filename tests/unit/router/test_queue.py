@@ -80,3 +80,24 @@ def test_an_empty_queue_holds_no_ended_requests() -> None:
     fresh = Item(1)
     queue.push(fresh)
     assert (len(queue), queue.take(5)) == (1, [fresh])
+
+
+def test_nobody_overtakes_a_request_that_does_not_fit() -> None:
+    queue: RequestQueue[Item] = RequestQueue()
+    items = [Item(n, workload) for n, workload in enumerate(("document", "chat", "chat", "agent"))]
+    for item in items:
+        queue.push(item)
+    assert [i.arrival for i in queue.take(9, lambda item: item.arrival != 2)] == [1]
+    assert len(queue) == 3
+    assert [i.arrival for i in queue.take(9)] == [2, 3, 0]
+
+
+def test_what_has_ended_is_not_asked_whether_it_fits() -> None:
+    queue: RequestQueue[Item] = RequestQueue()
+    items = [Item(0), Item(1)]
+    for item in items:
+        queue.push(item)
+    items[0].ended = True
+    queue.forget()
+    assert queue.take(2, lambda item: item is items[1]) == [items[1]]
+    assert len(queue) == 0

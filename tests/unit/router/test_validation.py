@@ -23,6 +23,8 @@ LIMITS = Limits(512, 1024, 8, 100, 2, 4, 5, 4)
     (Sampling(typical_p=1.0), "`typical_p` must be > 0.0 and < 1.0"),
     (Sampling(top_k=-1), "`top_k` must be strictly positive"),
     (Sampling(temperature=float("nan")), "`temperature` must be strictly positive"),
+    (Sampling(temperature=2e6), "`temperature` must be <= 1000000"),
+    (Sampling(repetition_penalty=2e6), "`repetition_penalty` must be <= 1000000"),
 ])
 def test_native_sampling(given: Sampling, text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -33,6 +35,7 @@ def test_native_sampling(given: Sampling, text: str) -> None:
 @pytest.mark.parametrize(("given", "field"), [
     (Sampling(temperature=2.01), "temperature"), (Sampling(temperature=-0.1), "temperature"),
     (Sampling(top_p=0.0), "top_p"), (Sampling(top_p=1.5), "top_p"),
+    (Sampling(repetition_penalty=2e6), "repetition_penalty"),
     (Sampling(presence_penalty=-2.5), "presence_penalty"), (Sampling(frequency_penalty=3.0), "frequency_penalty"),
 ])
 def test_openai_sampling(given: Sampling, field: str) -> None:

@@ -1,0 +1,87 @@
+"""Where each request of a batcher is: it waits, it runs, or it has left here and may still run in the shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace._common.errors import HeadraceError
+from headrace_router.entry import Entry
+from headrace_router.queue import RequestQueue
+
+
+class Room:
+    """KV blocks that were free at the last step, as far as they are known. The shard has the last word."""
+
+    def __init__(self, block_size: int, free: int | None) -> None:
+        """`free` None: not known, everything is tried."""
+        self._block_size, self._free = block_size, free
+
+    def take(self, entry: Entry) -> bool:
+        """Is there room for a request's tokens and its next one? If so, it is taken."""
+        if self._free is None:
+            return True
+        need = (len(entry.request.prompt) + len(entry.output)) // self._block_size + 1
+        if need > self._free:
+            return False
+        self._free -= need
+        return True
+
+
+class Roster:
+    """The queue and the running requests. A request that runs has a wire id, a new one for each admission."""
+
+    def __init__(self) -> None:
+        self.queue: RequestQueue[Entry] = RequestQueue()
+        self.running: dict[int, Entry] = {}  # by wire id; admitted, or sent and not refused yet
+        self.leaving: set[int] = set()  # wire ids that have left here and may still run in the shard
+        self._last_wire_id = 0
+
+    @property
+    def running_tokens(self) -> int:
+        """Tokens that the running requests may grow to."""
+        return sum(len(e.request.prompt) + e.request.max_new_tokens for e in self.running.values())
+
+    def admit(self, most: int, room: Room, now: float) -> list[Entry]:
+        """Take the waiting requests that there is room for, at most that many, suspects one by one; they run from now on."""
+        entries = self.queue.take(most, room.take)
+        for at, entry in enumerate(entries):
+            if entry.alone:
+                at = max(at, 1)
+                self.queue.push_head(entries[at:])
+                del entries[at:]
+                break
+        for entry in entries:
+            self._last_wire_id += 1
+            entry.wire_id = self._last_wire_id
+            entry.admitted = entry.admitted or now
+            self.running[entry.wire_id] = entry
+        return entries
+
+    def leave(self, wire_id: int) -> None:
+        """A running request ends on this side while the shard still runs it."""
+        del self.running[wire_id]
+        self.leaving.add(wire_id)
+
+    def end(self, wire_id: int) -> Entry | None:
+        """A request has ended in the shard; returns it if it has not ended here."""
+        self.leaving.discard(wire_id)
+        return self.running.pop(wire_id, None)
+
+    def take_back(self, wire_ids: Iterable[int]) -> list[Entry]:
+        """Requests that the shard runs no longer, without an end; returns those that have not ended here."""
+        entries = [entry for wire_id in wire_ids if (entry := self.end(wire_id)) is not None]
+        for entry in entries:
+            entry.wire_id = 0
+        return entries
+
+    def take_all_back(self) -> list[Entry]:
+        """`take_back` of every request: the shard has lost the batch."""
+        self.leaving.clear()
+        return self.take_back(list(self.running))
+
+    @staticmethod
+    def fail(entries: Iterable[Entry], error: HeadraceError) -> None:
+        """Give requests that are in no list any more their terminal event."""
+        for entry in entries:
+            if not entry.ended:
+                entry.stream.fail(error)
