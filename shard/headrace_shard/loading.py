@@ -59,7 +59,9 @@ def load(settings: ShardSettings, folder: ModelFolder, rendezvous: str) -> Loade
     backend = choose_backend(getattr(torch, dtype), device, group)
     with torch.inference_mode():
         try:
-            model = load_model(folder, open_weights(folder), backend, settings.rank, settings.num_shard)
+            weights = open_weights(folder)
+            model = load_model(folder, weights, backend, settings.rank, settings.num_shard)
+            weights.release()
             rows = settings.max_batch_size or ROWS
             found = agree(group, _limits(settings, folder, model, getattr(torch, dtype), device, rows))
             backend.allocate_kv(model.layers, found.blocks, model.attention)

@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace._common.errors import StartupError
+from headrace._common.memory import trim_memory
 from headrace._common.model_folder import ModelFolder
 from headrace._common.tokenizing import Tokenizer
 from headrace.v1 import generation_pb2 as pb
@@ -139,6 +140,7 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
     bind(server, settings, path)
     role.start()
     await server.start()
+    trim_memory()  # what loading leaves behind is larger than what it keeps
     log.info("KV cache: %s", loaded.limits.explanation)
     log.info("ready: import %.1f s, load %.1f s, warm-up %.1f s", import_seconds, load_seconds, loaded.warmup_seconds)
     watching = asyncio.ensure_future(watch(role, standard))

@@ -199,7 +199,7 @@ def test_no_memory_while_a_rank_loads(model: Path, tmp_path: Path) -> None:
     try:
         run.check_gone(1)
         assert "shard 1 ended with status 1: rank 1 cannot load" in run.last_line()
-        assert "Unable to allocate" in run.last_line()
+        assert "KV cache: Cannot allocate memory" in run.last_line()
     finally:
         run.end()
 

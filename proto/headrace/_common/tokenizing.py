@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,9 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from headrace._common.detokenizer import TokenBytes, byte_alphabet, part_steps
 from headrace._common.errors import StartupError
+from headrace._common.memory import trim_memory
 
 LARGE = 50_000  # characters; tokenizing a text takes some 200 bytes of memory for each
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,8 @@ class Tokenizer:
 
 def _give_back(text: str) -> None:
     """After a large text: return the free memory of all threads to the system, which malloc would keep for good."""
-    if len(text) > LARGE and _malloc_trim is not None:
-        _malloc_trim(0)
+    if len(text) > LARGE:
+        trim_memory()
 
 
 def _most_characters(tokenizer: _Tokenizer, bytes_of: TokenBytes) -> int:

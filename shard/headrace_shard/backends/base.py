@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from headrace_shard.step import StepInput
+from headrace_shard.weights.source import Table
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Backend(Protocol):
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Any:
         """Weight [hidden] of an RMS norm."""
 
-    def pack_embedding(self, weight: torch.Tensor, first_id: int) -> Any:
-        """This rank's rows of the embedding table, [rows, hidden], the first of them for token `first_id`."""
+    def pack_embedding(self, table: Table, ids: range) -> Any:
+        """The embedding table [vocab, hidden], of which this rank answers for the given token ids."""
 
     def allocate_kv(self, layers: int, blocks: int, shape: AttentionShape) -> None:
         """Reserve the KV cache: `blocks` blocks, numbers 1..blocks, and the null block."""

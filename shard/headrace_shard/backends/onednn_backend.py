@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace_shard.backends.torch_backend import Linear, TorchBackend
+from headrace_shard.backends.torch_backend import Embedding, Linear, TorchBackend
+from headrace_shard.weights.source import Table
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,21 @@ class PackedLinear(Linear):
         return y
 
 
+@dataclass(frozen=True)
+class MappedEmbedding(Embedding):
+    """Rows are read where they lie in the model's file: a tied table is in memory once, packed for the head."""
+
+    table: Table
+
+    def __call__(self, places: torch.Tensor) -> torch.Tensor:
+        return self.table.take(places.numpy() + self.ids.start).float()
+
+
 class OneDnnBackend(TorchBackend):
     """The torch backend with packed linear layers."""
+
+    def pack_embedding(self, table: Table, ids: range) -> MappedEmbedding:
+        return MappedEmbedding(torch.empty(0), ids, table)
 
     @staticmethod
     def available(dtype: torch.dtype, device: torch.device) -> bool:

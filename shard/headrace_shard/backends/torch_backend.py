@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +15,7 @@ from headrace_shard.backends.base import AttentionShape
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.parallel.group import Group
 from headrace_shard.step import Chunk, StepInput
+from headrace_shard.weights.source import Table
 
 Range = np.arange(BLOCK_SIZE, dtype=np.int64)
 
@@ -30,10 +33,14 @@ class Linear:
 
 @dataclass(frozen=True)
 class Embedding:
-    """weight [rows, hidden] of the tokens from `first_id` on."""
+    """weight [ids, hidden] of the token ids that this rank answers for."""
 
     weight: torch.Tensor
-    first_id: int
+    ids: range
+
+    def __call__(self, places: torch.Tensor) -> torch.Tensor:
+        """Rows of token ids, given as distances from the first."""
+        return self.weight[places]
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,8 @@ class TorchBackend:
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Norm:
         return Norm(self._move(weight), epsilon)
 
-    def pack_embedding(self, weight: torch.Tensor, first_id: int) -> Embedding:
-        return Embedding(self._move(weight), first_id)
+    def pack_embedding(self, table: Table, ids: range) -> Embedding:
+        return Embedding(self._move(table.take(np.arange(ids.start, ids.stop))), ids)
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, self.dtype)
@@ -84,11 +91,16 @@ class TorchBackend:
         self._v = [self._zeros(size) for _ in range(layers)]
 
     def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
-        """Zeros; on a CPU as pages that the system hands out when they are first written."""
+        """Zeros; on a CPU as small pages that the system hands out when they are first written."""
         if self.device.type != "cpu":
             return torch.zeros(size, dtype=self.dtype, device=self.device)
-        count = int(np.prod(size)) * self.dtype.itemsize
-        return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(self.dtype).view(size)
+        count = math.prod(size) * self.dtype.itemsize
+        try:
+            memory = mmap.mmap(-1, count)
+        except OSError as error:
+            raise MemoryError(f"{count} bytes for a layer's KV cache: {error.strerror}") from None
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # else every head of every layer takes 2 MB with its first token
+        return torch.frombuffer(memory, dtype=self.dtype).view(size)
 
     def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:
         positions = torch.from_numpy(step.positions).to(self.device)
@@ -127,10 +139,10 @@ class TorchBackend:
 
     def embed(self, table: Embedding) -> torch.Tensor:
         if self._group.world_size == 1:
-            return table.weight[self._ids]
-        places = self._ids - table.first_id
-        here = (places >= 0) & (places < len(table.weight))
-        rows = table.weight[places.clamp(0, len(table.weight) - 1)]
+            return table(self._ids)
+        places, count = self._ids - table.ids.start, len(table.ids)
+        rows = table(places.clamp(0, count - 1))
+        here = (places >= 0) & (places < count)
         return self._group.sum(torch.where(here[:, None], rows, 0))
 
     def norm_qkv(self, x: torch.Tensor, norm: Norm, qkv: Linear) -> torch.Tensor:

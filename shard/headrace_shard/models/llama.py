@@ -103,23 +103,24 @@ class LlamaModel(Model):
         )
         self._backend = backend
         self._frequencies = inverse_frequencies(config, self.attention.head_dim)
-        table = self._vocabulary(weights, "model.embed_tokens.weight")
-        self._embedding = backend.pack_embedding(table, self._part.vocab.start)
+        mine = range(min(self._part.vocab.start, self.vocab_size), min(self._part.vocab.stop, self.vocab_size))
+        table = weights.table("model.embed_tokens.weight", (self.config.vocab, self.config.hidden))
+        self._embedding = backend.pack_embedding(table, mine)
         with ThreadPoolExecutor(LOADING_THREADS) as pool:
             self._layers = list(pool.map(lambda i: self._load_layer(weights, i), range(self.layers)))
         self._norm = backend.pack_norm(weights.get("model.norm.weight", (self.config.hidden,)), self.config.epsilon)
         tied = self.config.tied or "lm_head.weight" not in weights.names()
-        self._head = backend.pack_linear([table if tied else self._vocabulary(weights, "lm_head.weight")])
+        head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        self._head = backend.pack_linear([self._head_rows(weights, head, mine)])
 
     @classmethod
     def check_partition(cls, config: dict[str, Any], world_size: int) -> None:
         Partition.of(LlamaConfig.read(config).shape, 0, world_size)
 
-    def _vocabulary(self, weights: WeightSource, name: str) -> torch.Tensor:
-        """This rank's rows of a [vocab, hidden] matrix; padding rows are zero."""
-        c, mine = self.config, self._part.vocab
-        rows = weights.get(name, (c.vocab, c.hidden), rows=range(min(mine.start, c.vocab), min(mine.stop, c.vocab)))
-        missing = len(mine) - len(rows)
+    def _head_rows(self, weights: WeightSource, name: str, mine: range) -> torch.Tensor:
+        """This rank's rows of the head, [part of the padded vocabulary, hidden]; padding rows are zero."""
+        rows = weights.get(name, (self.config.vocab, self.config.hidden), rows=mine)
+        missing = len(self._part.vocab) - len(mine)
         return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
     def _load_layer(self, weights: WeightSource, number: int) -> Layer:

@@ -6,6 +6,7 @@ Format: the GGUF specification, version 2 and 3.
 
 from __future__ import annotations
 
+import mmap
 import re
 import struct
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
-from headrace_shard.weights.dequantize import block_layout, dequantize
+from headrace_shard.weights.dequantize import Bytes, Floats, block_layout, dequantize
 
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
@@ -77,28 +79,15 @@ class GgufWeights:
     def get(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
     ) -> torch.Tensor:
-        theirs = gguf_name(name)
-        if theirs not in self._entries:
-            raise StartupError(f"{self._path} has no tensor {theirs} ({name})")
-        entry = self._entries[theirs]
-        if entry.shape != shape:
-            raise StartupError(f"tensor {theirs} of {self._path} has shape {entry.shape}; the config asks for {shape}")
+        raw, entry = self._raw(name, shape)
         block, size = block_layout(entry.kind)
-        row_bytes = shape[-1] // block * size
-        begin, length = self._start + entry.offset, prod(shape[:-1]) * row_bytes
-        if begin + length > len(self._data):
-            raise StartupError(f"{self._path} is cut off: tensor {theirs} ends beyond the file")
-        raw = np.asarray(self._data[begin : begin + length]).reshape(-1, row_bytes)
         if rows is not None and len(shape) > 1:
             raw = raw[rows.start : rows.stop]
         cut = columns if columns is not None else (rows if len(shape) == 1 else None)
         if cut is not None:  # whole blocks first, then the columns among them
             first, last = cut.start // block, -(-cut.stop // block)
             raw, cut = raw[:, first * size : last * size], range(cut.start - first * block, cut.stop - first * block)
-        try:
-            values = dequantize(np.ascontiguousarray(raw).reshape(-1), entry.kind).reshape(len(raw), -1)
-        except NotImplementedError:
-            raise StartupError(f"tensor {theirs} of {self._path} is of type {entry.kind}, which is not known") from None
+        values = self._unpack(raw, entry, name)
         tensor = torch.from_numpy(values if cut is None else np.ascontiguousarray(values[:, cut.start : cut.stop]))
         if len(shape) == 1:
             return tensor[0]
@@ -106,6 +95,51 @@ class GgufWeights:
             head_rows = shape[0] // (self._heads if match[1] == "q" else self._kv_heads)
             tensor = _unpermute(tensor, len(tensor) // head_rows)
         return tensor
+
+
+    def table(self, name: str, shape: tuple[int, int]) -> PackedTable:
+        raw, entry = self._raw(name, shape)
+        self._unpack(raw[:1], entry, name)
+        return PackedTable(raw, entry.kind)
+
+    def release(self) -> None:
+        mapped = self._data._mmap  # type: ignore[attr-defined]  # numpy does not declare it
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+    def _raw(self, name: str, shape: tuple[int, ...]) -> tuple[Bytes, Entry]:
+        """A tensor's bytes in the file, [rows, bytes of a row]."""
+        theirs = gguf_name(name)
+        if theirs not in self._entries:
+            raise StartupError(f"{self._path} has no tensor {theirs} ({name})")
+        entry = self._entries[theirs]
+        if entry.shape != shape:
+            raise StartupError(f"tensor {theirs} of {self._path} has shape {entry.shape}; the config asks for {shape}")
+        try:
+            block, size = block_layout(entry.kind)
+        except NotImplementedError as error:
+            raise StartupError(f"{theirs} of {self._path}: {error} is not known") from None
+        row_bytes = shape[-1] // block * size
+        begin, length = self._start + entry.offset, prod(shape[:-1]) * row_bytes
+        if begin + length > len(self._data):
+            raise StartupError(f"{self._path} is cut off: tensor {theirs} ends beyond the file")
+        return np.asarray(self._data[begin : begin + length]).reshape(-1, row_bytes), entry
+
+    def _unpack(self, raw: Bytes, entry: Entry, name: str) -> Floats:
+        """Values of rows of raw bytes: [rows, values]."""
+        try:
+            return dequantize(np.ascontiguousarray(raw).reshape(-1), entry.kind).reshape(len(raw), -1)
+        except NotImplementedError:
+            raise StartupError(f"{gguf_name(name)} of {self._path}: type {entry.kind} cannot be dequantized") from None
+
+
+class PackedTable:
+    """Rows of a quantized matrix that stays packed in the memory-mapped file."""
+
+    def __init__(self, raw: Bytes, kind: int) -> None:
+        self._raw, self._kind = raw, kind
+
+    def take(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(dequantize(self._raw[rows].reshape(-1), self._kind).reshape(len(rows), -1))
 
 
 def gguf_name(name: str) -> str:

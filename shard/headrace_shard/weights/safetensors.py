@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -38,14 +40,9 @@ class SafetensorsWeights:
     def get(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
     ) -> torch.Tensor:
-        if name not in self._handles:
-            raise StartupError(f"the weights have no tensor {name}")
-        path, handle = self._handles[name]
+        path, handle = self._find(name, shape)
         try:
             whole = handle.get_slice(name)
-            found = tuple(whole.get_shape())
-            if found != shape:
-                raise StartupError(f"tensor {name} of {path} has shape {found}; the config asks for {shape}")
             if columns is not None:
                 tensor: torch.Tensor = whole[:, columns.start : columns.stop]
             else:
@@ -54,6 +51,36 @@ class SafetensorsWeights:
         except (SafetensorError, OSError, ValueError) as error:
             raise StartupError(f"cannot read tensor {name} of {path}: {error}") from None
         return tensor
+
+    def table(self, name: str, shape: tuple[int, int]) -> MappedTable:
+        path, handle = self._find(name, shape)
+        try:
+            return MappedTable(handle.get_tensor(name))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise StartupError(f"cannot read tensor {name} of {path}: {error}") from None
+
+    def release(self) -> None:
+        self._handles.clear()
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> tuple[Path, Any]:
+        """The file that holds a tensor of this name and shape, and its handle."""
+        if name not in self._handles:
+            raise StartupError(f"the weights have no tensor {name}")
+        path, handle = self._handles[name]
+        found = tuple(handle.get_slice(name).get_shape())
+        if found != shape:
+            raise StartupError(f"tensor {name} of {path} has shape {found}; the config asks for {shape}")
+        return path, handle
+
+
+class MappedTable:
+    """Rows of a tensor that lies in a memory-mapped file."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def take(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        return self._tensor[torch.from_numpy(rows)]
 
 
 def weight_files(folder: Path) -> list[Path]:
