@@ -19,7 +19,7 @@ import uvloop
 
 from bench import load
 from bench.figures import Figure, Result
-from bench.processes import RouterProcess, ScriptedShard, cpu_seconds
+from bench.processes import RouterProcess, ScriptedShard, cpu_between, cpu_seconds
 from bench.stats import median
 from tests.models import write_tiny_model
 
@@ -75,7 +75,7 @@ def at_batcher(shard: ScriptedShard, folder: Path) -> Cost:
     ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
-    spent = {"router": found["cpu_seconds"], "shard": cpu_seconds(shard.popen.pid) - before}
+    spent = {"router": found["cpu_seconds"], "shard": cpu_between(before, cpu_seconds(shard.popen.pid))}
     return Cost(found["rates"], _per_token(spent, REQUESTS * TOKENS * ROUNDS))
 
 
@@ -94,7 +94,7 @@ def at_clients(shard: ScriptedShard, folder: Path) -> Cost:
                 raise RuntimeError(f"{outcome.tokens} tokens, errors: {outcome.errors()}")
             rates.append(outcome.output_rate)
             tokens += outcome.tokens
-        spent = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
+        spent = {name: cpu_between(before[name], cpu_seconds(pid)) for name, pid in pids.items()}
     finally:
         router.stop()
     return Cost(rates, _per_token(spent, tokens))

@@ -50,14 +50,26 @@ class RouterProcess(Process):
         return self
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and all that it started, user and system."""
+def cpu_seconds(pid: int) -> dict[int, float]:
+    """CPU time, user and system, of a process and of each that it started, by pid. The dead are left out."""
     process = psutil.Process(pid)
-    total = 0.0
+    spent = {}
     for member in (process, *process.children(recursive=True)):
-        times = member.cpu_times()
-        total += times.user + times.system
-    return total
+        if member.status() != psutil.STATUS_ZOMBIE:
+            times = member.cpu_times()
+            spent[member.pid] = times.user + times.system
+    return spent
+
+
+def cpu_between(before: dict[int, float], after: dict[int, float]) -> float:
+    """CPU seconds spent between two looks at the same processes.
+
+    Raises:
+        RuntimeError: a process has ended or come in between: its time would be missing, and the sum too small.
+    """
+    if before.keys() != after.keys() or not before:
+        raise RuntimeError(f"the processes changed during the measurement: {sorted(before)} before, {sorted(after)} after")
+    return sum(after.values()) - sum(before.values())
 
 
 def rss_mb(pid: int) -> float:

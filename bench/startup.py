@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from bench.figures import Figure, Result
-from bench.processes import RouterProcess, ScriptedShard, child_of, cpu_seconds, embedded_model, rss_mb
+from bench.processes import RouterProcess, ScriptedShard, child_of, cpu_between, cpu_seconds, embedded_model, rss_mb
 from bench.stats import median
 from tests.processes import START, Service
 
@@ -110,8 +110,13 @@ def breakdown(log: str) -> str:
 
 
 def idle_percent(pid: int) -> float:
-    """CPU time of a process tree that nobody asks anything, in percent of one core."""
+    """CPU time of a process tree that nobody asks anything, in percent of one core.
+
+    Raises:
+        RuntimeError: a process of it ended meanwhile.
+    """
     time.sleep(SETTLE_SECONDS)
     before, began = cpu_seconds(pid), time.perf_counter()
     time.sleep(IDLE_SECONDS)
-    return (cpu_seconds(pid) - before) / (time.perf_counter() - began) * 100
+    after, seconds = cpu_seconds(pid), time.perf_counter() - began
+    return cpu_between(before, after) / seconds * 100

@@ -2,6 +2,5 @@
 
 import mimetypes
 
-# aiohttp asks for the system's tables of file types when it is imported. They are read from /etc, twice, and never used:
-# no file is served.
-mimetypes.init(files=())
+# aiohttp has the system's tables of file types read, twice, when it is imported. No file is served: none is needed.
+mimetypes.knownfiles.clear()
