@@ -81,7 +81,8 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            nohup = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+            if not nohup:
                 loop.add_signal_handler(number, self._on_signal)
         self._paths = sockets.prepare_prefix(self._prefix, self._plan.launcher.num_shard)
         dead: Child | None = None

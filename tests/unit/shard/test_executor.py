@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace._common.errors import AlreadyExists, HeadraceError, InvalidRequest, NotFound, Overloaded
+from headrace._common.errors import AlreadyExists, HeadraceError, InvalidRequest, NotFound, Overloaded, Unhealthy
 from headrace_shard.batch import RunningBatch
 from headrace_shard.calls import UNREAD_LIMIT, Call
 from headrace_shard.executor import Delivery, Executor
@@ -465,3 +465,20 @@ def test_a_client_that_resumes_gets_every_request_whole(
     d.run()
     assert d.blocks.free == blocks
     assert d.rows.free == rows
+
+
+def test_an_unexpected_fault_ends_every_call_with_the_cause() -> None:
+    d = Driver()
+    a = d.prefill(request(1, [5], 6))
+
+    def broken(step: StepInput) -> torch.Tensor:
+        raise ZeroDivisionError("a fault of ours")
+
+    d.model.forward = broken  # type: ignore[method-assign]
+    d.executor.start()
+    d.executor._thread.join(10)
+    assert isinstance(d.errors[a], Unhealthy)
+    trouble = d.executor.trouble()
+    assert trouble is not None
+    assert trouble.kind == "failed"
+    assert "a fault of ours" in trouble.reason
