@@ -158,7 +158,7 @@ class Executor:
         except GroupBroken as error:
             if not self._stopping:
                 self._give_up(str(error), "lost" if error.lost else "failed")
-        except Exception as error:  # noqa: BLE001 - a fault of ours: streams must end, and the process be replaced
+        except Exception as error:  # a fault of ours: streams must end, and the process be replaced
             log.exception("the executor failed")
             self._give_up(f"the executor failed: {error!r}", "failed")
 
