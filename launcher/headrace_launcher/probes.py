@@ -12,28 +12,33 @@ from headrace_launcher import sockets
 POLL_SECONDS = 0.1  # between looks at a starting process
 
 
-async def all_healthy(paths: list[Path]) -> None:
-    """Wait until every rank's Health is good. A rank that cannot load ends by itself, which the caller sees."""
-    while not all(path.is_socket() for path in paths):  # noqa: ASYNC110 - another process makes them
-        await asyncio.sleep(POLL_SECONDS)
-    for path in paths:
-        while not await shard_health(path, 5.0):  # noqa: ASYNC110 - another process answers
-            await asyncio.sleep(POLL_SECONDS)
+class ShardProbe:
+    """Asks one rank for its Health, over one channel."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stub: Any = None
 
-async def shard_health(path: Path, seconds: float) -> bool | None:
-    """Whether a rank says that it is well; None if it says nothing within so many seconds."""
-    import grpc.aio  # here, so that it loads while the shards do
+    async def healthy(self, seconds: float) -> bool | None:
+        """Whether the rank says that it is well; None if it says nothing within so many seconds."""
+        import grpc.aio  # here, so that it loads while the shards do
 
-    from headrace.v1 import generation_pb2, generation_pb2_grpc
+        from headrace.v1 import generation_pb2, generation_pb2_grpc
 
-    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
-        stub: Any = generation_pb2_grpc.GenerationStub(channel)
+        if self._stub is None:
+            self._stub = generation_pb2_grpc.GenerationStub(grpc.aio.insecure_channel(f"unix:{self._path}"))
         try:
-            await stub.Health(generation_pb2.HealthRequest(), timeout=seconds, wait_for_ready=True)
+            await self._stub.Health(generation_pb2.HealthRequest(), timeout=seconds, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             return None if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED else False
-    return True
+        return True
+
+    async def wait(self) -> None:
+        """Wait until the rank is well. One that cannot load ends by itself, which the caller sees."""
+        while not self._path.is_socket():  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(POLL_SECONDS)
+        while not await self.healthy(5.0):  # noqa: ASYNC110 - another process answers
+            await asyncio.sleep(POLL_SECONDS)
 
 
 async def http_healthy(host: str, port: int) -> None:

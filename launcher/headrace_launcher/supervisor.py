@@ -68,6 +68,7 @@ class Supervisor:
         self._env = arguments.child_environment(plan)
         self._paths: list[Path] = []
         self._shards: list[Child] = []
+        self._probes: list[probes.ShardProbe] = []
         self._router: Child | None = None
         self._signals = 0
         self._stop = asyncio.Event()
@@ -114,7 +115,7 @@ class Supervisor:
         target = f"unix:{self._paths[0]}"
         if plan.router is not None:  # it waits for the leading shard by itself, so its imports cost no time
             self._router = await self._spawn_router(plan.router, target)
-        await self._guarded(self._progress("the shards load the model", probes.all_healthy(self._paths)))
+        await self._guarded(self._progress("the shards load the model", self._shards_answer()))
         breakdown = self._shards[0].startup_times or "shard ready"
         router_url = None
         if plan.router is not None:
@@ -126,6 +127,7 @@ class Supervisor:
 
     async def _spawn_shards(self) -> None:
         self._shards = []
+        self._probes = [probes.ShardProbe(path) for path in self._paths]
         for rank in range(len(self._paths)):
             settings = dataclasses.replace(
                 self._plan.shard, model_folder=str(self._model.folder), model_id=self._model.name, rank=rank,
@@ -133,6 +135,10 @@ class Supervisor:
             )
             command, as_json = arguments.shard_command(settings), self._plan.launcher.json_output
             self._shards.append(await Child.start(f"shard {rank}", command, self._env, as_json))
+
+    async def _shards_answer(self) -> None:
+        for probe in self._probes:
+            await probe.wait()
 
     async def _spawn_router(self, router: RouterSettings, target: str) -> Child:
         settings = dataclasses.replace(
@@ -177,7 +183,7 @@ class Supervisor:
         await asyncio.gather(*(shard.ended for shard in self._shards))
         sockets.remove(self._prefix, self._paths)
         await self._spawn_shards()
-        await self._guarded(self._progress("the shards load the model again", probes.all_healthy(self._paths)))
+        await self._guarded(self._progress("the shards load the model again", self._shards_answer()))
         log.info("the shards serve again")
 
     async def _watch_all(self) -> None:
@@ -190,8 +196,8 @@ class Supervisor:
 
     def _shard_watches(self) -> list[Coroutine[Any, Any, None]]:
         return [
-            self._watch(shard, lambda path=path: probes.shard_health(path, _ANSWER))  # type: ignore[misc]
-            for shard, path in zip(self._shards, self._paths, strict=True)
+            self._watch(shard, lambda probe=probe: probe.healthy(_ANSWER))  # type: ignore[misc]
+            for shard, probe in zip(self._shards, self._probes, strict=True)
         ]
 
     async def _watch(self, child: Child, ask: Callable[[], Awaitable[bool | None]]) -> None:

@@ -186,14 +186,11 @@ def bind(server: grpc.aio.Server, settings: ShardSettings, path: str) -> None:
 
 async def watch(role: Role, standard: health.aio.HealthServicer) -> int:
     """Keep grpc.health.v1 true; of a rank in trouble, write why (and the stacks, if it hangs) and return its exit status."""
-    while True:
-        trouble = role.trouble()
-        status = health_pb2.HealthCheckResponse.NOT_SERVING if trouble else health_pb2.HealthCheckResponse.SERVING
-        for name in ("", SERVICE):
-            await standard.set(name, status)
-        if trouble:
-            break
+    statuses = health_pb2.HealthCheckResponse
+    await report(standard, statuses.SERVING)
+    while not (trouble := role.trouble()):  # noqa: ASYNC110 - looks at another thread
         await asyncio.sleep(WATCH_SECONDS)
+    await report(standard, statuses.NOT_SERVING)
     if trouble.kind == "hung":
         log.error("the stacks of all threads of a process that hangs:")
         faulthandler.dump_traceback(all_threads=True)
@@ -202,6 +199,12 @@ async def watch(role: Role, standard: health.aio.HealthServicer) -> int:
     if trouble.kind == "hung":
         os._exit(1)  # the executor's thread cannot be ended
     return LOST_GROUP if trouble.kind == "lost" else 1
+
+
+async def report(standard: health.aio.HealthServicer, status: int) -> None:
+    """Set what grpc.health.v1 answers."""
+    for name in ("", SERVICE):
+        await standard.set(name, status)
 
 
 def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> pb.InfoResponse:
