@@ -65,19 +65,19 @@ class GgufWeights:
         self._path = path
         try:
             with open(path, "rb") as file:
-                self._architecture, self._entries, self._start = _read_index(file)
+                self._architecture, self.entries, self._start = _read_index(file)
             self._data = np.memmap(path, dtype=np.uint8, mode="r")
         except (OSError, ValueError, struct.error) as error:
             raise StartupError(f"cannot read the GGUF file {path}: {error}") from None
-        self.quantization = _quantization(self._entries)
+        self.quantization = _quantization(self.entries)
         config = folder.text_config
         self._heads = int(config["num_attention_heads"])
         self._kv_heads = int(config.get("num_key_value_heads") or self._heads)
 
     def names(self) -> frozenset[str]:
-        names = {ours for ours, theirs in _OUTSIDE.items() if theirs in self._entries}
+        names = {ours for ours, theirs in _OUTSIDE.items() if theirs in self.entries}
         back = {v: k for k, v in _IN_LAYER.items()}
-        for name in self._entries:
+        for name in self.entries:
             parts = name.split(".")
             if parts[0] == "blk" and parts[2] in back:
                 names.add(f"model.layers.{parts[1]}.{back[parts[2]]}.{parts[3]}")
@@ -135,9 +135,9 @@ class GgufWeights:
     def _raw(self, name: str, shape: tuple[int, ...]) -> tuple[Bytes, Entry]:
         """A tensor's bytes in the file, [rows, bytes of a row]."""
         theirs = gguf_name(name)
-        if theirs not in self._entries:
+        if theirs not in self.entries:
             raise StartupError(f"{self._path} has no tensor {theirs} ({name})")
-        entry = self._entries[theirs]
+        entry = self.entries[theirs]
         if entry.shape != shape:
             raise StartupError(f"tensor {theirs} of {self._path} has shape {entry.shape}; the config asks for {shape}")
         try:
