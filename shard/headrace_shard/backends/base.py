@@ -59,10 +59,10 @@ class Backend(Protocol):
         """Rotate q and k, write k and v into the cache, attend: [tokens, heads head_dim]."""
 
     def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Any) -> torch.Tensor:
-        """x plus the projected attention output."""
+        """x plus the projected attention output; may be written into x."""
 
     def mlp(self, x: torch.Tensor, norm: Any, gate_up: Any, down: Any) -> torch.Tensor:
-        """x plus down(silu(gate) up) of the normed x."""
+        """x plus down(silu(gate) up) of the normed x; may be written into x."""
 
     def head(self, x: torch.Tensor, norm: Any, head: Any) -> torch.Tensor:
         """Logits of the rows that the step wants: [logit rows, padded vocab], float32; on rank 0 alone they are whole."""

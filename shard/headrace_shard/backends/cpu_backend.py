@@ -55,6 +55,8 @@ class CpuBackend(TorchBackend):
         self._library, self._own = library, own_weights
         self.kinds: Collection[int] = kernels.FORMATS if own_weights else ()
         self._covers_attention = False
+        self._angles = Angles()
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Packed:  # type: ignore[override]
         matrices, kept, width = (kernels.Matrix * len(parts))(), [], 0
@@ -87,9 +89,8 @@ class CpuBackend(TorchBackend):
         if not self._covers_attention:
             super().allocate_kv(layers, blocks, shape)
             return
-        size = (blocks + 1, shape.kv_heads, BLOCK_SIZE * shape.head_dim)
-        self._k = [self._zeros(size, self.kv_dtype(shape)) for _ in range(layers)]
-        self._v = [self._zeros(size, self.kv_dtype(shape)) for _ in range(layers)]
+        size = (blocks + 1, shape.kv_heads, 2 * BLOCK_SIZE * shape.head_dim)
+        self._cache = [self._zeros(size, self.kv_dtype(shape)) for _ in range(layers)]
         self._tile = max(1, TILE_ROWS // (shape.heads // shape.kv_heads))
 
     def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:
@@ -99,34 +100,34 @@ class CpuBackend(TorchBackend):
         self._ids = torch.from_numpy(step.token_ids)
         self._wanted = torch.from_numpy(step.logit_rows)
         self._all_wanted = len(step.logit_rows) == len(step.token_ids)
-        angles = torch.from_numpy(step.positions)[:, None].float() * inverse_frequencies
-        self._tiles, self._kept = tiles_of(step, angles, self._tile)
+        self._angles.cover(int(step.positions.max()) + 1, inverse_frequencies)
+        self._tiles, self._kept = tiles_of(step, self._angles, self._tile)
 
     def norm_qkv(self, x: torch.Tensor, norm: PackedNorm, qkv: Packed) -> torch.Tensor:  # type: ignore[override]
-        return self._linear(x, norm, qkv)
+        out = self._buffer("qkv", len(x), qkv.width) if self._covers_attention else None
+        return self._linear(x, norm, qkv, out=out)
 
     def attention(self, qkv: torch.Tensor, layer: int, shape: AttentionShape) -> torch.Tensor:
         if not self._covers_attention:
             return super().attention(qkv, layer, shape)
-        out = torch.empty((len(qkv), shape.heads * shape.head_dim))
-        keys, values = self._k[layer], self._v[layer]
+        out = self._buffer("attended", len(qkv), shape.heads * shape.head_dim)
+        cache = self._cache[layer]
         heads = kernels.Heads(
-            shape.heads, shape.kv_heads, shape.head_dim, shape.window or 0, int(keys.dtype == torch.float16)
+            shape.heads, shape.kv_heads, shape.head_dim, shape.window or 0, int(cache.dtype == torch.float16)
         )
         self._library.attention(
-            qkv.data_ptr(), ctypes.addressof(heads), ctypes.addressof(self._tiles), keys.data_ptr(), values.data_ptr(),
-            out.data_ptr(),
+            qkv.data_ptr(), ctypes.addressof(heads), ctypes.addressof(self._tiles), cache.data_ptr(), out.data_ptr()
         )
         return out
 
     def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Packed) -> torch.Tensor:  # type: ignore[override]
         if self._group.world_size == 1:
-            return self._linear(attended, None, projection, x)
+            return self._linear(attended, None, projection, residual=x, out=x)
         return x + self._group.sum(self._linear(attended, None, projection))
 
     def mlp(self, x: torch.Tensor, norm: PackedNorm, gate_up: Packed, down: Packed) -> torch.Tensor:  # type: ignore[override]
         alone = self._group.world_size == 1
-        out = torch.empty((len(x), down.width))
+        out = x if alone else torch.empty_like(x)
         self._library.mlp(
             x.data_ptr(), len(x), norm.address, gate_up.address, down.address, x.data_ptr() if alone else None, out.data_ptr()
         )
@@ -137,9 +138,12 @@ class CpuBackend(TorchBackend):
         return self._group.gather(self._linear(rows, norm, head))
 
     def _linear(
-        self, x: torch.Tensor, norm: PackedNorm | None, weights: Packed, residual: torch.Tensor | None = None
+        self, x: torch.Tensor, norm: PackedNorm | None, weights: Packed, residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = torch.empty((len(x), weights.width))
+        """[residual +] weights x, written into `out` if given; `out` may be `residual`."""
+        if out is None:
+            out = torch.empty((len(x), weights.width))
         if len(x):
             self._library.linear(
                 x.data_ptr(), len(x), norm.address if norm else None, weights.address, weights.count,
@@ -148,13 +152,34 @@ class CpuBackend(TorchBackend):
         return out
 
 
+    def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
+        """Memory that lives from one operation to the next and is the same in every layer."""
+        found = self._buffers.get(name)
+        if found is None or found.shape != (rows, width):
+            found = self._buffers[name] = torch.empty((rows, width))
+        return found
+
+
+class Angles:
+    """Cosines and sines [positions, head_dim / 2] of all positions up to the largest that was asked for."""
+
+    def __init__(self) -> None:
+        self.cosines = self.sines = np.zeros((0, 0), dtype=np.float32)
+
+    def cover(self, positions: int, frequencies: torch.Tensor) -> None:
+        if positions > len(self.cosines):
+            count = max(512, 1 << (positions - 1).bit_length())
+            angles = torch.arange(count)[:, None].float() * frequencies
+            self.cosines, self.sines = angles.cos().numpy(), angles.sin().numpy()
+
+
 def covers(shape: AttentionShape) -> bool:
     """Whether the kernels have attention for such heads."""
     return shape.head_dim % 16 == 0 and shape.head_dim <= MAX_HEAD_DIM
 
 
-def tiles_of(step: StepInput, angles: torch.Tensor, tallest: int) -> tuple[kernels.Tiles, tuple[object, ...]]:
-    """The step's attention tiles, of at most so many queries, and what they point to. `angles` [tokens, head_dim / 2]."""
+def tiles_of(step: StepInput, angles: Angles, tallest: int) -> tuple[kernels.Tiles, tuple[object, ...]]:
+    """The step's attention tiles, of at most so many queries, and what they point to."""
     decode, width = step.decode_tables.shape
     firsts, counts = [np.arange(decode, dtype=np.int32)], [np.ones(decode, dtype=np.int32)]
     starts, tables, at = [np.arange(decode, dtype=np.int64) * width], [step.decode_tables.reshape(-1)], decode * width
@@ -168,7 +193,7 @@ def tiles_of(step: StepInput, angles: torch.Tensor, tallest: int) -> tuple[kerne
     arrays = (
         np.concatenate(firsts), np.concatenate(counts), np.concatenate(starts),
         np.concatenate(tables).astype(np.int32, copy=False), np.ascontiguousarray(step.positions, dtype=np.int64),
-        np.ascontiguousarray(step.slots, dtype=np.int64), angles.cos().numpy(), angles.sin().numpy(),
+        np.ascontiguousarray(step.slots, dtype=np.int64), angles.cosines, angles.sines,
     )
     tiles = kernels.Tiles(len(arrays[0]), len(step.token_ids), *(array.ctypes.data for array in arrays))
     return tiles, arrays

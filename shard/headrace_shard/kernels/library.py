@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
+import threading
 from typing import Any, ClassVar
 
 import numpy as np
@@ -66,10 +69,10 @@ class Library:
             raise BuildFailed(f"cannot load the CPU kernels: {error}") from None
         code.headrace_use.restype = ctypes.c_char_p
         self.variant: str = code.headrace_use(variant.encode()).decode()
-        self._code = code
+        self._code, self._arena = code, Arena()
         self.linear = _declare(code.headrace_linear, "x rows* norm parts count residual out")
         self.mlp = _declare(code.headrace_mlp, "x rows* norm gate_up down residual out")
-        self.attention = _declare(code.headrace_attention, "qkv heads tiles keys values out")
+        self.attention = _declare(code.headrace_attention, "qkv heads tiles cache out")
         self._pack = _declare(code.headrace_pack, "kind raw row_bytes* order rows* first_block* blocks* out", first_int=True)
 
     def set_threads(self, count: int) -> None:
@@ -79,13 +82,39 @@ class Library:
     def pack_blocks(self, part: Blocks) -> torch.Tensor:
         """Panels of quantized rows."""
         size = GROUP_BYTES[FORMATS[part.kind]]
-        out = torch.zeros(-(-part.rows // PANEL) * part.blocks * size, dtype=torch.uint8)
+        out = self._arena.take(-(-part.rows // PANEL) * part.blocks * size)
         order = np.ascontiguousarray(part.order, dtype=np.int32)
         self._pack(
             part.kind, part.raw.ctypes.data, part.raw.strides[0], order.ctypes.data, part.rows, part.first_block,
             part.blocks, out.data_ptr(),
         )
         return out
+
+
+class Arena:
+    """Memory for packed weights in huge pages: they are read from end to end, and each small page would stop the reading."""
+
+    CHUNK = 32 << 20
+
+    def __init__(self) -> None:
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> torch.Tensor:
+        """`count` zero bytes, aligned to 64."""
+        with self._lock:
+            if self._used + count > len(self._chunk):
+                memory = mmap.mmap(-1, max(count, self.CHUNK))
+                if hasattr(mmap, "MADV_HUGEPAGE"):
+                    with contextlib.suppress(OSError):  # a kernel without them
+                        memory.madvise(mmap.MADV_HUGEPAGE)
+                chunk = torch.frombuffer(memory, dtype=torch.uint8)
+                if count >= self.CHUNK:
+                    return chunk
+                self._chunk, self._used = chunk, 0
+            at = self._used
+            self._used = at + -(-count // 64) * 64
+            return self._chunk[at : at + count]
 
 
 def pack_floats(weight: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 // Rotary embedding, the KV cache, and attention over its blocks.
 //
-// A block holds, for each KV head, keys as [head_dim][16 tokens], so that 16 scores are summed side by side, and values as
-// [16 tokens][head_dim]. A tile is a few queries of one sequence times the heads that share a KV head: every key that is
+// A block holds, for each KV head, keys as [head_dim][16 tokens], so that 16 scores are summed side by side, and behind
+// them values as [16 tokens][head_dim]: with 64 float16 dimensions one page of memory. A tile is a few queries of one sequence times the heads that share a KV head: every key that is
 // read serves up to six rows. Keys that a row may not see weigh exactly nothing, so the tile does not change a result.
 #pragma once
 
@@ -17,14 +17,15 @@ namespace headrace::VARIANT {
 
 constexpr int kAttentionRows = 6;
 constexpr int kMaxHeadDim = 512;
+constexpr int kRun = 8;  // dimensions between prefetches; divides head_dim
 
 // One layer's cache, and the sizes that address it.
 template <class T>
 struct Cache {
   T* keys;
   T* values;
-  int64_t head_size;   // numbers of one head in a block
-  int64_t block_size;  // of all heads
+  int64_t head_stride;   // numbers from a head to the next in a block
+  int64_t block_stride;  // from a block to the next
 };
 
 // Su et al. 2021 in the half-split layout of `transformers`; head_dim / 2 is a multiple of 8.
@@ -46,7 +47,8 @@ inline void convert(const float* x, uint16_t* out, int count) {
 template <class T>
 void write_token(float* row, const Heads& h, const Tiles& t, int64_t token, const Cache<T>& cache) {
   const int dim = h.head_dim, half = dim / 2;
-  const float *cosines = t.cosines + token * half, *sines = t.sines + token * half;
+  const int64_t position = t.positions[token];
+  const float *cosines = t.cosines + position * half, *sines = t.sines + position * half;
   const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
   for (int i = 0; i < h.heads; ++i) rotate(row + i * dim, cosines, sines, half, scale);
   const int64_t slot = t.slots[token], block = slot / kBlock, place = slot % kBlock;
@@ -55,7 +57,7 @@ void write_token(float* row, const Heads& h, const Tiles& t, int64_t token, cons
     float* key = row + (h.heads + i) * dim;
     rotate(key, cosines, sines, half, 1.0f);
     convert(key, numbers, dim);
-    const int64_t at = block * cache.block_size + i * cache.head_size;
+    const int64_t at = block * cache.block_stride + i * cache.head_stride;
     for (int d = 0; d < dim; ++d) cache.keys[at + d * kBlock + place] = numbers[d];
     convert(row + (h.heads + h.kv_heads + i) * dim, cache.values + at + place * dim, dim);
   }
@@ -79,19 +81,24 @@ void scores_of(const Rows& rows, const Cache<T>& cache, const int32_t* table, in
   const float* q = packed.data();
   const int64_t length = (last - first) * kBlock;
   for (int64_t b = first; b < last; ++b) {
-    const T* keys = cache.keys + table[b] * cache.block_size;
-    if (b + 1 < last) {
-      const char* next = reinterpret_cast<const char*>(cache.keys + table[b + 1] * cache.block_size);
-      for (int64_t i = 0; i < cache.head_size * static_cast<int64_t>(sizeof(T)); i += 64) prefetch(next + i);
-    }
+    const T* keys = cache.keys + table[b] * cache.block_stride;
+    const T* values = cache.values + table[b] * cache.block_stride;
+    const T* next = cache.keys + table[b + 1 < last ? b + 1 : b] * cache.block_stride;
     F8 c[R][2];
     UNROLL for (int r = 0; r < R; ++r) c[r][0] = c[r][1] = zero();
-    for (int d = 0; d < dim; ++d) {
-      F8 k0 = load(keys + d * kBlock), k1 = load(keys + d * kBlock + 8);
-      UNROLL for (int r = 0; r < R; ++r) {
-        F8 x = all(q[d * R + r]);
-        c[r][0] = fma(x, k0, c[r][0]);
-        c[r][1] = fma(x, k1, c[r][1]);
+    for (int run = 0; run < dim; run += kRun) {
+      // The next keys, and these tokens' values, which are wanted as soon as all scores are there.
+      for (int64_t i = 0; i < kRun * kBlock; i += 64 / static_cast<int64_t>(sizeof(T))) {
+        prefetch(next + run * kBlock + i);
+        prefetch(values + run * kBlock + i);
+      }
+      for (int d = run; d < run + kRun; ++d) {
+        F8 k0 = load(keys + d * kBlock), k1 = load(keys + d * kBlock + 8);
+        UNROLL for (int r = 0; r < R; ++r) {
+          F8 x = all(q[d * R + r]);
+          c[r][0] = fma(x, k0, c[r][0]);
+          c[r][1] = fma(x, k1, c[r][1]);
+        }
       }
     }
     UNROLL for (int r = 0; r < R; ++r) {
@@ -124,7 +131,7 @@ void mix(
   F8 c[R][N];
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int n = 0; n < N; ++n) c[r][n] = zero();
   for (int64_t b = first; b * kBlock < end; ++b) {
-    const T* values = cache.values + table[b] * cache.block_size + column;
+    const T* values = cache.values + table[b] * cache.block_stride + column;
     const float* p = weights + (b - first) * kBlock;
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - b * kBlock));
     for (int i = 0; i < count; ++i) {
@@ -174,11 +181,11 @@ void attend(int count, const Rows& rows, const Cache<T>& cache, const int32_t* t
 }
 
 template <class T>
-void attention_of(float* qkv, const Heads& h, const Tiles& t, T* keys, T* values, float* out) {
+void attention_of(float* qkv, const Heads& h, const Tiles& t, T* memory, float* out) {
   const int dim = h.head_dim, shared = h.heads / h.kv_heads;
   const int64_t stride = int64_t{h.heads + 2 * h.kv_heads} * dim;
-  const int64_t head_size = int64_t{kBlock} * dim;
-  const Cache<T> cache{keys, values, head_size, head_size * h.kv_heads};
+  const int64_t head_stride = int64_t{2 * kBlock} * dim;
+  const Cache<T> cache{memory, memory + kBlock * dim, head_stride, head_stride * h.kv_heads};
 
   const int tokens = t.tokens, a_chunk = tokens < 4 ? tokens : std::max(1, tokens / (4 * threads()));
   parallel((tokens + a_chunk - 1) / a_chunk, [&](int chunk) {
@@ -206,7 +213,7 @@ void attention_of(float* qkv, const Heads& h, const Tiles& t, T* keys, T* values
         rows.ends[count] = position + 1;
       }
     }
-    Cache<T> mine{cache.keys + kv * head_size, cache.values + kv * head_size, head_size, cache.block_size};
+    Cache<T> mine{cache.keys + kv * head_stride, cache.values + kv * head_stride, head_stride, cache.block_stride};
     attend(count, rows, mine, t.tables + t.starts[tile], dim);
   };
   const int64_t items = int64_t{t.count} * per_tile, most = kMaxChunks;
@@ -216,11 +223,11 @@ void attention_of(float* qkv, const Heads& h, const Tiles& t, T* keys, T* values
   });
 }
 
-inline void attention(float* qkv, const Heads* heads, const Tiles* tiles, void* keys, void* values, float* out) {
+inline void attention(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out) {
   if (heads->half) {
-    attention_of(qkv, *heads, *tiles, static_cast<uint16_t*>(keys), static_cast<uint16_t*>(values), out);
+    attention_of(qkv, *heads, *tiles, static_cast<uint16_t*>(cache), out);
   } else {
-    attention_of(qkv, *heads, *tiles, static_cast<float*>(keys), static_cast<float*>(values), out);
+    attention_of(qkv, *heads, *tiles, static_cast<float*>(cache), out);
   }
 }
 

@@ -128,8 +128,8 @@ void headrace_mlp(
   chosen->mlp(x, rows, norm, gate_up, down, residual, out);
 }
 
-void headrace_attention(float* qkv, const Heads* heads, const Tiles* tiles, void* keys, void* values, float* out) {
-  chosen->attention(qkv, heads, tiles, keys, values, out);
+void headrace_attention(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out) {
+  chosen->attention(qkv, heads, tiles, cache, out);
 }
 
 }  // extern "C"

@@ -47,7 +47,7 @@ struct Tiles {
   const int32_t* tables;
   const int64_t* positions;  // [tokens]
   const int64_t* slots;      // [tokens] place of each token in the cache
-  const float* cosines;      // [tokens, head_dim / 2]
+  const float* cosines;      // [positions, head_dim / 2]
   const float* sines;
 };
 
@@ -64,7 +64,7 @@ struct Kernels {
   void (*linear)(const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out);
   void (*mlp)(
       const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual, float* out);
-  void (*attention)(float* qkv, const Heads* heads, const Tiles* tiles, void* keys, void* values, float* out);
+  void (*attention)(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out);
 };
 
 }  // namespace headrace
