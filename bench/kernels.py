@@ -52,7 +52,7 @@ def prefill_step(length: int, vocab: int) -> StepInput:
 def timed(loaded: Loaded, step: StepInput, seconds: float) -> list[float]:
     """Milliseconds of each forward pass, for about so many seconds."""
     loaded.model.forward(step)
-    times = []
+    times: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
         begin = time.perf_counter()

@@ -17,7 +17,7 @@ NAMES = {
 
 
 def write_tiny_gguf(folder: Path, layers: str, table: str = "Q8_0", seed: int = 7, **changes: Any) -> Path:
-    """A model folder whose weights are a GGUF with layers of one format ("Q4_0", "Q4_1", "Q8_0", "F16") and a table of another."""
+    """A model folder whose weights are a GGUF with layers of one format ("Q4_1", "F16", ...) and a table of another."""
     import gguf
 
     config = {**TINY, **changes}
@@ -43,4 +43,5 @@ def _name(name: str) -> str:
     parts = name.split(".")
     if ".layers." in name:
         return f"blk.{parts[2]}.{NAMES['.'.join(parts[3:-1])]}.weight"
-    return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}.get(name, "output.weight")
+    outside = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    return outside.get(name, "output.weight")

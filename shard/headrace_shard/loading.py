@@ -12,7 +12,8 @@ import torch
 
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
-from headrace_shard.backends import Backend, choose_backend
+from headrace_shard.backends import choose_backend
+from headrace_shard.backends.base import Backend
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.kv.capacity import Limits, free_memory, limits
 from headrace_shard.models import Model, family_of, load_model

@@ -17,7 +17,7 @@ ALONE = 12  # tokens of the prompts that run alone, to save time
 
 @pytest.fixture(scope="module", params=[2, 3])
 def group(request: pytest.FixtureRequest, shard_group: Callable[..., ShardGroup], embedded_model: Path) -> ShardGroup:
-    return shard_group(embedded_model, request.param)
+    return shard_group(embedded_model, request.param, "--dtype", "float32")
 
 
 def test_all_prompts_as_one_batch(group: ShardGroup, reference: Rows) -> None:
@@ -40,6 +40,6 @@ def test_prompt_logprobs_are_those_of_one_rank(
     group: ShardGroup, shard: Callable[..., ShardProcess], embedded_model: Path
 ) -> None:
     text = "The quick brown fox jumps over the lazy dog"
-    one, many = scores(shard(embedded_model), text), scores(group.ranks[0], text)
+    one, many = scores(shard(embedded_model, "--dtype", "float32"), text), scores(group.ranks[0], text)
     assert math.isnan(one[0])
     assert max(abs(a - b) for a, b in zip(one[1:], many[1:], strict=True)) < 1e-3

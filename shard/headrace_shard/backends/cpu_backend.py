@@ -68,7 +68,8 @@ class CpuBackend(TorchBackend):
                 form, (rows, columns) = kernels.FLOAT32, part.shape
                 panels = kernels.pack_floats(part)
             bias = biases[number].float().contiguous() if biases else None
-            matrices[number] = kernels.Matrix(form, rows, columns, panels.data_ptr(), bias.data_ptr() if bias is not None else None)
+            bias_address = bias.data_ptr() if bias is not None else None
+            matrices[number] = kernels.Matrix(form, rows, columns, panels.data_ptr(), bias_address)
             kept += [panels, bias]
             width += rows
         return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept))

@@ -64,13 +64,15 @@ def _compile(program: str, path: Path) -> None:
     work = FOLDER / f".build-{os.getpid()}"
     work.mkdir()
     try:
-        variants = {"portable": ("-DVARIANT=portable",)}
         has_avx2 = platform.machine() in ("x86_64", "AMD64")
+        # Templates of the standard library exist in several objects and the linker keeps the first: that must be one
+        # that runs everywhere.
+        units = {
+            work / "portable.o": ["variant.cpp", "-DVARIANT=portable"], work / "pool.o": ["pool.cpp"],
+            work / "library.o": ["library.cpp", f"-DHEADRACE_HAS_AVX2={int(has_avx2)}"],
+        }
         if has_avx2:
-            variants["avx2"] = ("-DVARIANT=avx2", *AVX2)
-        units = {work / f"{name}.o": ("variant.cpp", *flags) for name, flags in variants.items()}
-        units[work / "library.o"] = ("library.cpp", f"-DHEADRACE_HAS_AVX2={int(has_avx2)}")
-        units[work / "pool.o"] = ("pool.cpp",)
+            units[work / "avx2.o"] = ["variant.cpp", "-DVARIANT=avx2", *AVX2]
         running = [
             subprocess.Popen(
                 [program, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", str(out)], stderr=subprocess.PIPE, text=True

@@ -26,7 +26,8 @@ class Matrix(ctypes.Structure):
     """A packed weight matrix [rows, columns]."""
 
     _fields_: ClassVar = [
-        ("format", ctypes.c_int32), ("rows", ctypes.c_int32), ("columns", ctypes.c_int64), ("panels", Address), ("bias", Address),
+        ("format", ctypes.c_int32), ("rows", ctypes.c_int32), ("columns", ctypes.c_int64), ("panels", Address),
+        ("bias", Address),
     ]
 
 

@@ -78,7 +78,8 @@ def near(got: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
     st.booleans(), st.booleans(), st.sampled_from(["avx2", "portable"]), st.integers(1, 3), st.integers(0, 10**6),
 )
 def test_a_product_equals_its_twin(
-    kind: str, rows: int, widths: list[int], groups: int, with_norm: bool, with_bias: bool, variant: str, threads: int, seed: int
+    kind: str, rows: int, widths: list[int], groups: int, with_norm: bool, with_bias: bool, variant: str, threads: int,
+    seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
     columns = groups * 32 if kind != "float32" else groups * 32 - seed % 31
@@ -120,7 +121,8 @@ def test_the_feed_forward_part_equals_its_twin(kind: str, inner: int, library: L
     backend = CpuBackend(Alone(), library, 2, True)
     gate, up, down = (make_weight(kind, *size, rng) for size in ((inner, 64), (inner, 64), (64, inner)))
     weight, x = torch.ones(64), torch.from_numpy(rng.normal(0, 1, (19, 64)).astype(np.float32))
-    got = backend.mlp(x.clone(), backend.pack_norm(weight, 1e-5), backend.pack_linear([gate[0], up[0]]), backend.pack_linear([down[0]]))
+    norm, gate_up = backend.pack_norm(weight, 1e-5), backend.pack_linear([gate[0], up[0]])
+    got = backend.mlp(x.clone(), norm, gate_up, backend.pack_linear([down[0]]))
     normed = rounded(F.rms_norm(x, (64,), weight, 1e-5), kind)
     between = rounded(F.silu(F.linear(normed, gate[1])) * F.linear(normed, up[1]), kind)
     assert near(got, x + F.linear(between, down[1]), 2e-3 if kind in ("float32", "q8_0") else 3e-2)
@@ -132,7 +134,8 @@ def test_a_width_that_fills_no_panel(library: Library) -> None:
     gate, up, down = (torch.from_numpy(rng.normal(0, 0.2, s).astype(np.float32)) for s in ((27, 40), (27, 40), (40, 27)))
     biases = [torch.ones(27), torch.full((27,), -0.5)]
     x = torch.from_numpy(rng.normal(0, 1, (9, 40)).astype(np.float32))
-    got = backend.mlp(x.clone(), backend.pack_norm(torch.ones(40), 1e-5), backend.pack_linear([gate, up], biases), backend.pack_linear([down]))
+    norm, gate_up = backend.pack_norm(torch.ones(40), 1e-5), backend.pack_linear([gate, up], biases)
+    got = backend.mlp(x.clone(), norm, gate_up, backend.pack_linear([down]))
     normed = F.rms_norm(x, (40,), None, 1e-5)
     expected = x + F.linear(F.silu(F.linear(normed, gate, biases[0])) * F.linear(normed, up, biases[1]), down)
     assert torch.allclose(got, expected, atol=1e-5)
