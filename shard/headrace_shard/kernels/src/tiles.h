@@ -60,7 +60,7 @@ inline void int8_tile(const uint8_t* w, const int16_t* a, const float* scales, i
   for (int64_t g = 0; g < groups; ++g, w += kInt8Bytes) {
     __m256i c[MR][2];
     UNROLL for (int m = 0; m < MR; ++m) c[m][0] = c[m][1] = _mm256_setzero_si256();
-    if (MR == 1) UNROLL for (int p = 0; p < kInt8Bytes; p += 64) prefetch(w + 4 * kInt8Bytes + p);
+    if (MR == 1) UNROLL for (int p = 0; p < kInt8Bytes; p += 64) prefetch(w + 8 * kInt8Bytes + p);
     const int16_t* at = a + g * kGroup;
     UNROLL for (int p = 0; p < 16; ++p) {
       const __m128i* pair = reinterpret_cast<const __m128i*>(w + p * 32);
@@ -98,7 +98,7 @@ inline void int4_tile(
   for (int64_t g = 0; g < groups; ++g, w += kInt4Bytes) {
     __m256i c[MR][2];
     UNROLL for (int m = 0; m < MR; ++m) c[m][0] = c[m][1] = _mm256_setzero_si256();
-    if (MR == 1) UNROLL for (int p = 0; p < kInt4Bytes; p += 64) prefetch(w + 5 * kInt4Bytes + p);
+    if (MR == 1) UNROLL for (int p = 0; p < kInt4Bytes; p += 64) prefetch(w + 12 * kInt4Bytes + p);
     const int8_t* at = a + g * kGroup;
     UNROLL for (int p = 0; p < 4; ++p) {
       const __m256i* run = reinterpret_cast<const __m256i*>(w + p * 64);
