@@ -1,8 +1,10 @@
 // Rotary embedding, the KV cache, and attention over its blocks.
 //
 // A block holds, for each KV head, keys as [head_dim][16 tokens], so that 16 scores are summed side by side, and behind
-// them values as [16 tokens][head_dim]: with 64 float16 dimensions one page of memory. A tile is a few queries of one sequence times the heads that share a KV head: every key that is
-// read serves up to six rows. Keys that a row may not see weigh exactly nothing, so the tile does not change a result.
+// them values as [16 tokens][head_dim]: with 64 float16 dimensions one page of memory.
+//
+// A tile is a few queries of one sequence times the heads that share a KV head: every key that is read serves up to six
+// rows. Keys that a row may not see weigh exactly nothing, so the tile does not change a result.
 #pragma once
 
 #include <algorithm>
@@ -72,7 +74,8 @@ struct Rows {
 };
 
 template <int R, class T>
-void scores_of(const Rows& rows, const Cache<T>& cache, const int32_t* table, int64_t first, int64_t last, int dim, float* scores) {
+void scores_of(
+    const Rows& rows, const Cache<T>& cache, const int32_t* table, int64_t first, int64_t last, int dim, float* scores) {
   static thread_local std::vector<float> packed;  // queries as [head_dim][R]
   if (packed.size() < static_cast<size_t>(dim) * R) packed.resize(dim * kAttentionRows);
   for (int d = 0; d < dim; ++d) {

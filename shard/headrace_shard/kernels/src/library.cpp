@@ -124,7 +124,8 @@ void headrace_linear(
 }
 
 void headrace_mlp(
-    const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual, float* out) {
+    const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual,
+    float* out) {
   chosen->mlp(x, rows, norm, gate_up, down, residual, out);
 }
 

@@ -61,9 +61,11 @@ struct Heads {
 
 // The kernels of one instruction set.
 struct Kernels {
-  void (*linear)(const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out);
+  void (*linear)(
+      const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out);
   void (*mlp)(
-      const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual, float* out);
+      const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual,
+      float* out);
   void (*attention)(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out);
 };
 
