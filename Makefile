@@ -86,6 +86,7 @@ bench: $(VENV)/.headrace-model $(GENERATED) ## measure, and compare with bench/r
 	$(BIN)/python -m bench $(ARGS)
 
 clean: ## remove what was built; .venv stays
+	rm -f shard/headrace_shard/kernels/*.so
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f proto/headrace/v1/*_pb2.py proto/headrace/v1/*_pb2.pyi proto/headrace/v1/*_pb2_grpc.py proto/headrace/v1/*_pb2_grpc.pyi
 	find proto launcher router shard tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
-"""Build hook: generates the gRPC code of proto/headrace/v1/generation.proto beside it."""
+"""Build hook: generates the gRPC code of proto/headrace/v1/generation.proto beside it, and compiles the CPU kernels."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -15,7 +16,12 @@ class BuildHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
-        build_data["artifacts"] += [f"/{p.relative_to(root)}" for p in generate(root)]
+        built = generate(root)
+        if kernels := compile_kernels(root):
+            built.append(kernels)
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = True
+        build_data["artifacts"] += [f"/{p.relative_to(root)}" for p in built]
 
 
 def generate(root: Path) -> list[Path]:
@@ -41,5 +47,21 @@ def generate(root: Path) -> list[Path]:
     return [folder / f"generation_{end}" for end in ("pb2.py", "pb2.pyi", "pb2_grpc.py", "pb2_grpc.pyi")]
 
 
+def compile_kernels(root: Path) -> Path | None:
+    """The kernels' library; None, with a line on stderr, where it cannot be compiled: torch does its work then."""
+    spec = importlib.util.spec_from_file_location("headrace_kernels_build", root / "shard/headrace_shard/kernels/build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        built: Path = module.build()
+    except module.BuildFailed as error:
+        print(f"note: the CPU kernels are left out: {error}", file=sys.stderr)
+        return None
+    return built
+
+
 if __name__ == "__main__":
     generate(Path(__file__).resolve().parent)
+    compile_kernels(Path(__file__).resolve().parent)

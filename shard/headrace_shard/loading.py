@@ -13,6 +13,7 @@ import torch
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
 from headrace_shard.backends import choose_backend
+from headrace_shard.backends.base import Backend
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.kv.capacity import Limits, free_memory, limits
 from headrace_shard.models import Model, family_of, load_model
@@ -38,6 +39,7 @@ class Loaded:
     rows: int
     max_step_tokens: int
     dtype: str
+    quantization: str  # format of the weights that are computed with as they are; empty: none are
     device: str
     warmup_seconds: float
     slowest_step: float
@@ -53,17 +55,18 @@ def load(settings: ShardSettings, folder: ModelFolder, rendezvous: str) -> Loade
     """
     device = torch.device("cuda", settings.rank) if torch.cuda.is_available() else torch.device("cpu")
     dtype = settings.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    torch.set_num_threads(settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.num_shard))
+    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.num_shard)
     check_shards(settings, folder)
     group = meet(settings, rendezvous, device)
-    backend = choose_backend(getattr(torch, dtype), device, group)
+    weights = open_weights(folder)
+    own = settings.dtype is None and device.type == "cpu" and weights.quantization is not None
+    backend = choose_backend(getattr(torch, dtype), device, group, threads, own)
     with torch.inference_mode():
         try:
-            weights = open_weights(folder)
             model = load_model(folder, weights, backend, settings.rank, settings.num_shard)
             weights.release()
             rows = settings.max_batch_size or ROWS
-            found = agree(group, _limits(settings, folder, model, getattr(torch, dtype), device, rows))
+            found = agree(group, _limits(settings, folder, model, backend, device, rows))
             backend.allocate_kv(model.layers, found.blocks, model.attention)
         except (RuntimeError, MemoryError) as error:  # torch's and numpy's own
             raise StartupError(f"rank {settings.rank} cannot load {folder.path}: {first_line(error)}") from error
@@ -74,7 +77,8 @@ def load(settings: ShardSettings, folder: ModelFolder, rendezvous: str) -> Loade
             deadline = group.limit(deadline)
             Path(rendezvous).unlink(missing_ok=True)  # all have met
     return Loaded(
-        model, group, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type], dtype, device.type,
+        model, group, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type], dtype,
+        weights.quantization or "" if backend.kinds else "", device.type,
         time.perf_counter() - start, slowest, deadline,
     )
 
@@ -97,10 +101,10 @@ def meet(settings: ShardSettings, rendezvous: str, device: torch.device) -> Grou
 
 
 def _limits(
-    settings: ShardSettings, folder: ModelFolder, model: Model, dtype: torch.dtype, device: torch.device, rows: int
+    settings: ShardSettings, folder: ModelFolder, model: Model, backend: Backend, device: torch.device, rows: int
 ) -> Limits:
     shape = model.attention
-    token_bytes = 2 * model.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
+    token_bytes = 2 * model.layers * shape.kv_heads * shape.head_dim * backend.kv_dtype(shape).itemsize
     # The ranks of a CPU group share one memory, which each of them sees whole.
     free = free_memory() // settings.num_shard if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     return limits(settings, folder.max_positions or UNBOUNDED, token_bytes, free, rows)

@@ -211,7 +211,8 @@ def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> pb.Inf
     """The answer to Info."""
     limits = loaded.limits
     return pb.InfoResponse(
-        model_id=settings.model_id or Path(settings.model_folder).name, dtype=loaded.dtype, device=loaded.device,
+        model_id=settings.model_id or Path(settings.model_folder).name, dtype=loaded.dtype,
+        quantization=loaded.quantization, device=loaded.device,
         rank=settings.rank, world_size=settings.num_shard, leader=settings.rank == 0,
         vocab_size=loaded.model.vocab_size, eos_token_ids=folder.eos_token_ids,
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens, max_batch_size=loaded.rows,

@@ -22,7 +22,9 @@ class ShardSettings:
     shard_tcp: int | None = option(
         None, "also listen on this port plus the rank, on loopback", env="HEADRACE_SHARD_TCP", minimum=1
     )
-    dtype: str | None = option(None, "data type of weights and KV cache; float32 if not given", choices=DTYPES)
+    dtype: str | None = option(
+        None, "data type of weights and KV cache; if not given a GGUF's own 4- or 8-bit weights, else float32", choices=DTYPES
+    )
     max_input_tokens: int | None = option(
         None, "longest prompt, in tokens; one less than --max-total-tokens if not given", minimum=1
     )

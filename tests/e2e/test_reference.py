@@ -16,7 +16,7 @@ from tests.processes import ShardProcess
 
 @pytest.fixture(scope="module")
 def process(shard: Callable[..., ShardProcess], embedded_model: Path) -> ShardProcess:
-    return shard(embedded_model)
+    return shard(embedded_model, "--dtype", "float32")
 
 
 def test_all_prompts_as_one_batch(process: ShardProcess, reference: Rows) -> None:

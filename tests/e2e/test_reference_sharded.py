@@ -17,7 +17,7 @@ TOGETHER, ALONE = 32, 12  # tokens, to save time: over gloo a step takes several
 
 @pytest.fixture(scope="module", params=[2, 3])
 def group(request: pytest.FixtureRequest, shard_group: Callable[..., ShardGroup], embedded_model: Path) -> ShardGroup:
-    return shard_group(embedded_model, request.param)
+    return shard_group(embedded_model, request.param, "--dtype", "float32")
 
 
 def shortened(rows: Rows, tokens: int) -> Rows:
@@ -45,6 +45,6 @@ def test_prompt_logprobs_are_those_of_one_rank(
     group: ShardGroup, shard: Callable[..., ShardProcess], embedded_model: Path
 ) -> None:
     text = "The quick brown fox jumps over the lazy dog"
-    one, many = scores(shard(embedded_model), text), scores(group.ranks[0], text)
+    one, many = scores(shard(embedded_model, "--dtype", "float32"), text), scores(group.ranks[0], text)
     assert math.isnan(one[0])
     assert max(abs(a - b) for a, b in zip(one[1:], many[1:], strict=True)) < 1e-3

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace_shard.kernels import build
+
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("grpcio", "protobuf", "mypy", "typing_extensions")
 PACKAGES = {"headrace", "headrace_launcher", "headrace_router", "headrace_shard"}
@@ -121,11 +123,15 @@ def test_nothing_else_reaches_site_packages(dist: Path) -> None:
             assert f"{package}/py.typed" in names
         assert {"headrace/v1/generation_pb2.py", "headrace/v1/generation_pb2.pyi"} <= set(names)
         assert any(name.endswith("/licenses/LICENSE") for name in names)
+        kernels = [name for name in names if name.startswith("headrace_shard/kernels/libheadrace-")]
+        assert len(kernels) == (1 if build.compiler() else 0)
+        assert wheel.name.endswith("-any.whl") != bool(kernels), "a wheel with compiled code is for one platform"
 
 
 def test_the_sdist_has_no_generated_code(dist: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = archive.getnames()
-    assert not [name for name in names if "_pb2" in name]
+    assert not [name for name in names if "_pb2" in name or name.endswith(".so")]
+    assert any(name.endswith("/kernels/src/gemm.h") for name in names)
     assert any(name.endswith("/proto/headrace/v1/generation.proto") for name in names)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from headrace_shard.step import StepInput
-from headrace_shard.weights.source import Table
+from headrace_shard.weights.source import Blocks, Table
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Backend(Protocol):
     holds its part of the weights; `embed`, `output`, `mlp` and `head` do the collectives that their parts need.
     """
 
-    def pack_linear(self, parts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None) -> Any:
+    kinds: Collection[int]  # GGUF tensor types that `pack_linear` takes as blocks
+
+    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Any:
         """Weights [out, in] of one or more linear layers over the same input, run as one."""
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Any:
@@ -37,6 +39,9 @@ class Backend(Protocol):
 
     def pack_embedding(self, table: Table, ids: range) -> Any:
         """The embedding table [vocab, hidden], of which this rank answers for the given token ids."""
+
+    def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
+        """Data type of the KV cache of such layers."""
 
     def allocate_kv(self, layers: int, blocks: int, shape: AttentionShape) -> None:
         """Reserve the KV cache: `blocks` blocks, numbers 1..blocks, and the null block."""
@@ -54,10 +59,10 @@ class Backend(Protocol):
         """Rotate q and k, write k and v into the cache, attend: [tokens, heads head_dim]."""
 
     def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Any) -> torch.Tensor:
-        """x plus the projected attention output."""
+        """x plus the projected attention output; may be written into x."""
 
     def mlp(self, x: torch.Tensor, norm: Any, gate_up: Any, down: Any) -> torch.Tensor:
-        """x plus down(silu(gate) up) of the normed x."""
+        """x plus down(silu(gate) up) of the normed x; may be written into x."""
 
     def head(self, x: torch.Tensor, norm: Any, head: Any) -> torch.Tensor:
         """Logits of the rows that the step wants: [logit rows, padded vocab], float32; on rank 0 alone they are whole."""

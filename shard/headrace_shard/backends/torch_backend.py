@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from headrace_shard.backends.base import AttentionShape
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.parallel.group import Group
 from headrace_shard.step import Chunk, StepInput
-from headrace_shard.weights.source import Table
+from headrace_shard.weights.source import Blocks, Table
 
 Range = np.arange(BLOCK_SIZE, dtype=np.int64)
 
@@ -67,14 +67,18 @@ class ChunkIndices:
 class TorchBackend:
     """Paged attention by gather and batched matrix products; K and V lie as [kv heads, slots, head_dim] a layer."""
 
+    kinds: Collection[int] = ()
+
     def __init__(self, dtype: torch.dtype, device: torch.device, group: Group) -> None:
         self.dtype, self.device, self._group = dtype, device, group
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
 
-    def pack_linear(self, parts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None) -> Linear:
+    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Linear:
+        dense = [part for part in parts if isinstance(part, torch.Tensor)]
+        assert len(dense) == len(parts), "blocks are for backends that name their kind"
         bias = self._move(torch.cat(list(biases))) if biases else None
-        return Linear(self._move(torch.cat(list(parts)) if len(parts) > 1 else parts[0]), bias)
+        return Linear(self._move(torch.cat(dense) if len(dense) > 1 else dense[0]), bias)
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Norm:
         return Norm(self._move(weight), epsilon)
@@ -85,22 +89,25 @@ class TorchBackend:
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, self.dtype)
 
+    def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
+        return self.dtype
+
     def allocate_kv(self, layers: int, blocks: int, shape: AttentionShape) -> None:
         size = (shape.kv_heads, (blocks + 1) * BLOCK_SIZE, shape.head_dim)
-        self._k = [self._zeros(size) for _ in range(layers)]
-        self._v = [self._zeros(size) for _ in range(layers)]
+        self._k = [self._zeros(size, self.dtype) for _ in range(layers)]
+        self._v = [self._zeros(size, self.dtype) for _ in range(layers)]
 
-    def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
+    def _zeros(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeros; on a CPU as small pages that the system hands out when they are first written."""
         if self.device.type != "cpu":
-            return torch.zeros(size, dtype=self.dtype, device=self.device)
-        count = math.prod(size) * self.dtype.itemsize
+            return torch.zeros(size, dtype=dtype, device=self.device)
+        count = math.prod(size) * dtype.itemsize
         try:
             memory = mmap.mmap(-1, count)
         except OSError as error:
             raise MemoryError(f"{count} bytes for a layer's KV cache: {error.strerror}") from None
         memory.madvise(mmap.MADV_NOHUGEPAGE)  # else every head of every layer takes 2 MB with its first token
-        return torch.frombuffer(memory, dtype=self.dtype).view(size)
+        return torch.frombuffer(memory, dtype=dtype).view(size)
 
     def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:
         positions = torch.from_numpy(step.positions).to(self.device)

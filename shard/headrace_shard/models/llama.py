@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace._common.errors import StartupError
@@ -17,7 +18,7 @@ from headrace_shard.models.base import Model
 from headrace_shard.models.rope import inverse_frequencies
 from headrace_shard.parallel.partition import Partition, Shape
 from headrace_shard.step import StepInput
-from headrace_shard.weights import WeightSource
+from headrace_shard.weights import Blocks, WeightSource
 
 LOADING_THREADS = 2  # unpacking one layer while another is laid out
 
@@ -117,22 +118,27 @@ class LlamaModel(Model):
     def check_partition(cls, config: dict[str, Any], world_size: int) -> None:
         Partition.of(LlamaConfig.read(config).shape, 0, world_size)
 
-    def _head_rows(self, weights: WeightSource, name: str, mine: range) -> torch.Tensor:
+    def _head_rows(self, weights: WeightSource, name: str, mine: range) -> torch.Tensor | Blocks:
         """This rank's rows of the head, [part of the padded vocabulary, hidden]; padding rows are zero."""
-        rows = weights.get(name, (self.config.vocab, self.config.hidden), rows=mine)
+        rows = weights.matrix(name, (self.config.vocab, self.config.hidden), rows=mine, kinds=self._backend.kinds)
         missing = len(self._part.vocab) - len(mine)
+        if isinstance(rows, Blocks):
+            return replace(rows, order=np.pad(rows.order, (0, missing), constant_values=-1))
         return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
     def _load_layer(self, weights: WeightSource, number: int) -> Layer:
         c, part, at = self.config, self._part, f"model.layers.{number}."
-        dim = c.attention.head_dim
+        dim, kinds = c.attention.head_dim, self._backend.kinds
         sizes = {"q": c.attention.heads * dim, "k": c.attention.kv_heads * dim, "v": c.attention.kv_heads * dim}
         heads = range(part.heads.start * dim, part.heads.stop * dim)
         kv = range(part.kv_heads.start * dim, part.kv_heads.stop * dim)
 
         def column(block: str, outs: dict[str, tuple[int, range]], bias: bool) -> Any:
             """Cut along the outputs: each rank computes its rows of them."""
-            weight = [weights.get(f"{at}{block}.{n}_proj.weight", (s, c.hidden), rows=r) for n, (s, r) in outs.items()]
+            weight = [
+                weights.matrix(f"{at}{block}.{n}_proj.weight", (s, c.hidden), rows=r, kinds=kinds)
+                for n, (s, r) in outs.items()
+            ]
             if not bias:
                 return self._backend.pack_linear(weight)
             biases = [weights.get(f"{at}{block}.{n}_proj.bias", (s,), rows=r) for n, (s, r) in outs.items()]
@@ -140,7 +146,7 @@ class LlamaModel(Model):
 
         def row(name: str, size: int, columns: range, bias: bool) -> Any:
             """Cut along the inputs: the ranks' results are summed, so that one alone adds the bias."""
-            weight = weights.get(f"{at}{name}_proj.weight", (c.hidden, size), columns=columns)
+            weight = weights.matrix(f"{at}{name}_proj.weight", (c.hidden, size), columns=columns, kinds=kinds)
             mine = bias and part.rank == 0
             return self._backend.pack_linear([weight], [weights.get(f"{at}{name}_proj.bias", (c.hidden,))] if mine else None)
 

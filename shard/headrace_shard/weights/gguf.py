@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,11 +22,15 @@ import torch
 
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
-from headrace_shard.weights.dequantize import Bytes, Floats, block_layout, dequantize
+from headrace_shard.weights.dequantize import F16, F32, Q4_0, Q4_1, Q8_0, Bytes, Floats, block_layout, dequantize
+from headrace_shard.weights.source import Blocks
 
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT_KEY = "general.alignment"
+
+QUANTIZED = {Q4_0: "q4_0", Q4_1: "q4_1", Q8_0: "q8_0"}  # what a backend may compute with as it is
+_BLOCK = 32  # columns of their blocks
 
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
@@ -59,18 +65,19 @@ class GgufWeights:
         self._path = path
         try:
             with open(path, "rb") as file:
-                self._architecture, self._entries, self._start = _read_index(file)
+                self._architecture, self.entries, self._start = _read_index(file)
             self._data = np.memmap(path, dtype=np.uint8, mode="r")
         except (OSError, ValueError, struct.error) as error:
             raise StartupError(f"cannot read the GGUF file {path}: {error}") from None
+        self.quantization = _quantization(self.entries)
         config = folder.text_config
         self._heads = int(config["num_attention_heads"])
         self._kv_heads = int(config.get("num_key_value_heads") or self._heads)
 
     def names(self) -> frozenset[str]:
-        names = {ours for ours, theirs in _OUTSIDE.items() if theirs in self._entries}
+        names = {ours for ours, theirs in _OUTSIDE.items() if theirs in self.entries}
         back = {v: k for k, v in _IN_LAYER.items()}
-        for name in self._entries:
+        for name in self.entries:
             parts = name.split(".")
             if parts[0] == "blk" and parts[2] in back:
                 names.add(f"model.layers.{parts[1]}.{back[parts[2]]}.{parts[3]}")
@@ -91,11 +98,30 @@ class GgufWeights:
         tensor = torch.from_numpy(values if cut is None else np.ascontiguousarray(values[:, cut.start : cut.stop]))
         if len(shape) == 1:
             return tensor[0]
-        if self._architecture == "llama" and (match := re.search(r"self_attn\.([qk])_proj", name)):
-            head_rows = shape[0] // (self._heads if match[1] == "q" else self._kv_heads)
-            tensor = _unpermute(tensor, len(tensor) // head_rows)
+        if heads := self._interleaved_heads(name, shape, len(tensor)):
+            return _unpermute(tensor, heads)
         return tensor
 
+    def matrix(
+        self, name: str, shape: tuple[int, int], rows: range | None = None, columns: range | None = None,
+        kinds: Collection[int] = (),
+    ) -> torch.Tensor | Blocks:
+        raw, entry = self._raw(name, shape)
+        cut = columns if columns is not None else range(shape[1])
+        if entry.kind not in kinds or cut.start % _BLOCK or cut.stop % _BLOCK:
+            return self.get(name, shape, rows, columns)
+        part = rows if rows is not None else range(shape[0])
+        order = torch.arange(part.start, part.stop)
+        if heads := self._interleaved_heads(name, shape, len(part)):
+            order = _unpermute(order, heads)
+        return Blocks(entry.kind, raw, order.numpy(), cut.start // _BLOCK, len(cut) // _BLOCK)
+
+    def _interleaved_heads(self, name: str, shape: tuple[int, ...], rows: int) -> int:
+        """How many heads lie interleaved in so many rows of this tensor; 0 if it is not of that kind."""
+        match = re.search(r"self_attn\.([qk])_proj", name)
+        if self._architecture != "llama" or match is None:
+            return 0
+        return rows // (shape[0] // (self._heads if match[1] == "q" else self._kv_heads))
 
     def table(self, name: str, shape: tuple[int, int]) -> PackedTable:
         raw, entry = self._raw(name, shape)
@@ -109,9 +135,9 @@ class GgufWeights:
     def _raw(self, name: str, shape: tuple[int, ...]) -> tuple[Bytes, Entry]:
         """A tensor's bytes in the file, [rows, bytes of a row]."""
         theirs = gguf_name(name)
-        if theirs not in self._entries:
+        if theirs not in self.entries:
             raise StartupError(f"{self._path} has no tensor {theirs} ({name})")
-        entry = self._entries[theirs]
+        entry = self.entries[theirs]
         if entry.shape != shape:
             raise StartupError(f"tensor {theirs} of {self._path} has shape {entry.shape}; the config asks for {shape}")
         try:
@@ -153,6 +179,16 @@ def _unpermute(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """llama.cpp interleaves the two rotary halves of each head of Llama's q and k; put them back one after the other."""
     rows = tensor.shape[0]
     return tensor.reshape(heads, rows // heads // 2, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape).contiguous()
+
+
+def _quantization(entries: dict[str, Entry]) -> str | None:
+    """The format of most weights; None if there is another one beside it that has to be unpacked, or all are plain."""
+    weights: Counter[int] = Counter()
+    for entry in entries.values():
+        weights[entry.kind] += prod(entry.shape)
+    if not set(weights) <= {F32, F16, *QUANTIZED} or not (quantized := {k: n for k, n in weights.items() if k in QUANTIZED}):
+        return None
+    return QUANTIZED[max(quantized, key=lambda kind: quantized[kind])]
 
 
 def _read_index(file: BinaryIO) -> tuple[str, dict[str, Entry], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class SafetensorsWeights:
         Raises:
             StartupError: no file, a missing or a damaged one.
         """
+        self.quantization: str | None = None
         self._handles: dict[str, tuple[Path, Any]] = {}
         for path in weight_files(folder):
             try:
@@ -51,6 +53,12 @@ class SafetensorsWeights:
         except (SafetensorError, OSError, ValueError) as error:
             raise StartupError(f"cannot read tensor {name} of {path}: {error}") from None
         return tensor
+
+    def matrix(
+        self, name: str, shape: tuple[int, int], rows: range | None = None, columns: range | None = None,
+        kinds: Collection[int] = (),
+    ) -> torch.Tensor:
+        return self.get(name, shape, rows, columns)
 
     def table(self, name: str, shape: tuple[int, int]) -> MappedTable:
         path, handle = self._find(name, shape)

@@ -1,0 +1,200 @@
+"""A CPU through kernels of our own: weights in panels, fused operations, a KV cache laid out for its attention.
+
+Two precisions. "Own weights": a GGUF's 4- and 8-bit blocks as they are, activations rounded by groups of 32, a float16 KV
+cache. Exact: everything in float32. What the kernels do not cover (heads that are no multiple of 16 wide) is left to the
+torch twin, operation by operation. A row's result never depends on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace_shard.backends.base import AttentionShape
+from headrace_shard.backends.onednn_backend import MappedEmbedding
+from headrace_shard.backends.torch_backend import TorchBackend
+from headrace_shard.kernels import library as kernels
+from headrace_shard.kernels.library import Library
+from headrace_shard.kv.blocks import BLOCK_SIZE
+from headrace_shard.parallel.group import Group
+from headrace_shard.step import StepInput
+from headrace_shard.weights.source import Blocks, Table
+
+TILE_ROWS = 6  # (query, head) pairs that share what is read of the cache
+MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One or more matrices over the same input. `address` is that of their array; `kept` is what it points to."""
+
+    address: int
+    count: int
+    width: int  # of the output, all matrices together
+    kept: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class PackedNorm:
+    """An RMS norm's structure and what it points to."""
+
+    address: int
+    kept: tuple[object, ...]
+
+
+class CpuBackend(TorchBackend):
+    """float32 activations on every operation's outside; `own_weights` chooses the precision inside."""
+
+    def __init__(self, group: Group, library: Library, threads: int, own_weights: bool) -> None:
+        super().__init__(torch.float32, torch.device("cpu"), group)
+        library.set_threads(threads)
+        self._library, self._own = library, own_weights
+        self.kinds: Collection[int] = kernels.FORMATS if own_weights else ()
+        self._covers_attention = False
+        self._angles = Angles()
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Packed:  # type: ignore[override]
+        matrices, kept, width = (kernels.Matrix * len(parts))(), [], 0
+        for number, part in enumerate(parts):
+            if isinstance(part, Blocks):
+                form, rows, columns = kernels.FORMATS[part.kind], part.rows, part.columns
+                panels = self._library.pack_blocks(part)
+            else:
+                form, (rows, columns) = kernels.FLOAT32, part.shape
+                panels = kernels.pack_floats(part)
+            bias = biases[number].float().contiguous() if biases else None
+            bias_address = bias.data_ptr() if bias is not None else None
+            matrices[number] = kernels.Matrix(form, rows, columns, panels.data_ptr(), bias_address)
+            kept += [panels, bias]
+            width += rows
+        return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept))
+
+    def pack_norm(self, weight: torch.Tensor, epsilon: float) -> PackedNorm:  # type: ignore[override]
+        values = weight.float().contiguous()
+        norm = kernels.Norm(values.data_ptr(), epsilon)
+        return PackedNorm(ctypes.addressof(norm), (norm, values))
+
+    def pack_embedding(self, table: Table, ids: range) -> MappedEmbedding:
+        return MappedEmbedding(torch.empty(0), ids, table)
+
+    def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
+        return torch.float16 if self._own and covers(shape) else torch.float32
+
+    def allocate_kv(self, layers: int, blocks: int, shape: AttentionShape) -> None:
+        self._covers_attention = covers(shape)
+        if not self._covers_attention:
+            super().allocate_kv(layers, blocks, shape)
+            return
+        size = (blocks + 1, shape.kv_heads, 2 * BLOCK_SIZE * shape.head_dim)
+        self._cache = [self._zeros(size, self.kv_dtype(shape)) for _ in range(layers)]
+        self._tile = max(1, TILE_ROWS // (shape.heads // shape.kv_heads))
+
+    def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:
+        if not self._covers_attention:
+            super().begin(step, inverse_frequencies)
+            return
+        self._ids = torch.from_numpy(step.token_ids)
+        self._wanted = torch.from_numpy(step.logit_rows)
+        self._all_wanted = len(step.logit_rows) == len(step.token_ids)
+        self._angles.cover(int(step.positions.max()) + 1, inverse_frequencies)
+        self._tiles, self._kept = tiles_of(step, self._angles, self._tile)
+
+    def norm_qkv(self, x: torch.Tensor, norm: PackedNorm, qkv: Packed) -> torch.Tensor:  # type: ignore[override]
+        out = self._buffer("qkv", len(x), qkv.width) if self._covers_attention else None
+        return self._linear(x, norm, qkv, out=out)
+
+    def attention(self, qkv: torch.Tensor, layer: int, shape: AttentionShape) -> torch.Tensor:
+        if not self._covers_attention:
+            return super().attention(qkv, layer, shape)
+        out = self._buffer("attended", len(qkv), shape.heads * shape.head_dim)
+        cache = self._cache[layer]
+        heads = kernels.Heads(
+            shape.heads, shape.kv_heads, shape.head_dim, shape.window or 0, int(cache.dtype == torch.float16)
+        )
+        self._library.attention(
+            qkv.data_ptr(), ctypes.addressof(heads), ctypes.addressof(self._tiles), cache.data_ptr(), out.data_ptr()
+        )
+        return out
+
+    def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Packed) -> torch.Tensor:  # type: ignore[override]
+        if self._group.world_size == 1:
+            return self._linear(attended, None, projection, residual=x, out=x)
+        return x + self._group.sum(self._linear(attended, None, projection))
+
+    def mlp(self, x: torch.Tensor, norm: PackedNorm, gate_up: Packed, down: Packed) -> torch.Tensor:  # type: ignore[override]
+        alone = self._group.world_size == 1
+        out = x if alone else torch.empty_like(x)
+        self._library.mlp(
+            x.data_ptr(), len(x), norm.address, gate_up.address, down.address, x.data_ptr() if alone else None, out.data_ptr()
+        )
+        return out if alone else x + self._group.sum(out)
+
+    def head(self, x: torch.Tensor, norm: PackedNorm, head: Packed) -> torch.Tensor:  # type: ignore[override]
+        rows = x if self._all_wanted else x[self._wanted]
+        return self._group.gather(self._linear(rows, norm, head))
+
+    def _linear(
+        self, x: torch.Tensor, norm: PackedNorm | None, weights: Packed, residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[residual +] weights x, written into `out` if given; `out` may be `residual`."""
+        if out is None:
+            out = torch.empty((len(x), weights.width))
+        if len(x):
+            self._library.linear(
+                x.data_ptr(), len(x), norm.address if norm else None, weights.address, weights.count,
+                residual.data_ptr() if residual is not None else None, out.data_ptr(),
+            )
+        return out
+
+
+    def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
+        """Memory that lives from one operation to the next and is the same in every layer."""
+        found = self._buffers.get(name)
+        if found is None or found.shape != (rows, width):
+            found = self._buffers[name] = torch.empty((rows, width))
+        return found
+
+
+class Angles:
+    """Cosines and sines [positions, head_dim / 2] of all positions up to the largest that was asked for."""
+
+    def __init__(self) -> None:
+        self.cosines = self.sines = np.zeros((0, 0), dtype=np.float32)
+
+    def cover(self, positions: int, frequencies: torch.Tensor) -> None:
+        if positions > len(self.cosines):
+            count = max(512, 1 << (positions - 1).bit_length())
+            angles = torch.arange(count)[:, None].float() * frequencies
+            self.cosines, self.sines = angles.cos().numpy(), angles.sin().numpy()
+
+
+def covers(shape: AttentionShape) -> bool:
+    """Whether the kernels have attention for such heads."""
+    return shape.head_dim % 16 == 0 and shape.head_dim <= MAX_HEAD_DIM
+
+
+def tiles_of(step: StepInput, angles: Angles, tallest: int) -> tuple[kernels.Tiles, tuple[object, ...]]:
+    """The step's attention tiles, of at most so many queries, and what they point to."""
+    decode, width = step.decode_tables.shape
+    firsts, counts = [np.arange(decode, dtype=np.int32)], [np.ones(decode, dtype=np.int32)]
+    starts, tables, at = [np.arange(decode, dtype=np.int64) * width], [step.decode_tables.reshape(-1)], decode * width
+    for chunk in step.chunks:
+        offsets = np.arange(0, chunk.length, tallest, dtype=np.int32)
+        firsts.append(offsets + np.int32(chunk.offset))
+        counts.append(np.minimum(chunk.length - offsets, tallest, dtype=np.int32))
+        starts.append(np.full(len(offsets), at, dtype=np.int64))
+        tables.append(chunk.table)
+        at += len(chunk.table)
+    arrays = (
+        np.concatenate(firsts), np.concatenate(counts), np.concatenate(starts),
+        np.concatenate(tables).astype(np.int32, copy=False), np.ascontiguousarray(step.positions, dtype=np.int64),
+        np.ascontiguousarray(step.slots, dtype=np.int64), angles.cosines, angles.sines,
+    )
+    tiles = kernels.Tiles(len(arrays[0]), len(step.token_ids), *(array.ctypes.data for array in arrays))
+    return tiles, arrays

@@ -1,0 +1,1 @@
+"""The CPU kernels: C++ over plain pointers (`src/`), compiled by `build.py`, called through `library.py`."""

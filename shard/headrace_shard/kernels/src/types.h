@@ -1,0 +1,72 @@
+// What Python passes by pointer; kernels/library.py declares the same.
+#pragma once
+
+#include <cstdint>
+
+namespace headrace {
+
+constexpr int kPanel = 16;  // rows of a weight matrix that lie side by side
+constexpr int kGroup = 32;  // columns that share a scale
+constexpr int kBlock = 16;  // tokens of a KV block
+
+enum Format : int32_t { kFloat32 = 0, kInt8 = 1, kInt4 = 2 };
+
+// Bytes of one panel and group: int8 has 16 x 32 values and 16 half-precision scales, int4 half as many bytes of values,
+// 16 scales and 16 minima.
+constexpr int64_t kInt8Bytes = kPanel * kGroup + 2 * kPanel;
+constexpr int64_t kInt4Bytes = kPanel * kGroup / 2 + 4 * kPanel;
+
+// A weight matrix [rows, columns] in panels of 16 rows, the last one filled up with zeros.
+struct Matrix {
+  int32_t format;
+  int32_t rows;
+  int64_t columns;
+  const uint8_t* panels;
+  const float* bias;  // [rows], or null
+
+  int panel_count() const { return (rows + kPanel - 1) / kPanel; }
+  int64_t panel_bytes() const {
+    if (format == kFloat32) return columns * kPanel * 4;
+    return columns / kGroup * (format == kInt8 ? kInt8Bytes : kInt4Bytes);
+  }
+};
+
+struct Norm {
+  const float* weight;
+  float epsilon;
+};
+
+// Which tokens attend to what. Tile i: `counts[i]` consecutive tokens from `firsts[i]`, all of one sequence, whose block
+// numbers begin at tables + starts[i].
+struct Tiles {
+  int32_t count;
+  int32_t tokens;
+  const int32_t* firsts;
+  const int32_t* counts;
+  const int64_t* starts;
+  const int32_t* tables;
+  const int64_t* positions;  // [tokens]
+  const int64_t* slots;      // [tokens] place of each token in the cache
+  const float* cosines;      // [positions, head_dim / 2]
+  const float* sines;
+};
+
+struct Heads {
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t window;  // 0: none
+  int32_t half;    // the cache holds float16, else float32
+};
+
+// The kernels of one instruction set.
+struct Kernels {
+  void (*linear)(
+      const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out);
+  void (*mlp)(
+      const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual,
+      float* out);
+  void (*attention)(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out);
+};
+
+}  // namespace headrace

@@ -1,0 +1,10 @@
+// Compiled once for each instruction set, with VARIANT as its name.
+#include "attention.h"
+#include "gemm.h"
+
+namespace headrace::VARIANT {
+
+extern const Kernels kernels;
+const Kernels kernels{linear, mlp, attention};
+
+}  // namespace headrace::VARIANT

@@ -1,0 +1,295 @@
+"""The CPU kernels against plain torch, over odd shapes and both instruction sets; a row never depends on its company."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace_shard.backends import choose_backend
+from headrace_shard.backends.base import AttentionShape
+from headrace_shard.backends.cpu_backend import CpuBackend
+from headrace_shard.backends.torch_backend import TorchBackend
+from headrace_shard.kernels import build as building
+from headrace_shard.kernels.library import Library
+from headrace_shard.parallel.group import Alone
+from headrace_shard.step import Chunk, StepInput
+from headrace_shard.weights.source import Blocks
+
+CPU = torch.device("cpu")
+KINDS = {"q4_0": 2, "q4_1": 3, "q8_0": 8}
+WEIGHTS = ["float32", *KINDS]
+
+pytestmark = pytest.mark.skipif(
+    building.compiler() is None and not building.library_path().exists(), reason="no compiler: torch serves here"
+)
+
+
+@pytest.fixture(params=["avx2", "portable"])
+def library(request: pytest.FixtureRequest) -> Iterator[Library]:
+    library = Library(request.param)
+    if library.variant != request.param:
+        pytest.skip(f"this CPU has no {request.param}")
+    library.set_threads(2)
+    yield library
+    Library().set_threads(1)
+
+
+def make_weight(kind: str, rows: int, columns: int, rng: np.random.Generator) -> tuple[torch.Tensor | Blocks, torch.Tensor]:
+    """A matrix as a backend packs it, and its values [rows, columns]."""
+    values = (rng.normal(0, 0.2, (rows, columns)) * rng.choice([1e-5, 1, 30], (rows, 1))).astype(np.float32)
+    if kind == "float32":
+        return torch.from_numpy(values), torch.from_numpy(values)
+    to = gguf.GGMLQuantizationType(KINDS[kind])
+    raw = gguf.quants.quantize(values, to)
+    return (
+        Blocks(KINDS[kind], raw, np.arange(rows), 0, columns // 32),
+        torch.from_numpy(np.array(gguf.quants.dequantize(raw, to), dtype=np.float32)),
+    )
+
+
+def rounded(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Activations as a product with such weights sees them."""
+    if kind == "float32":
+        return x
+    most = 32767 if kind == "q8_0" else 127
+    groups = x.view(len(x), -1, 32)
+    scale = groups.abs().amax(-1, keepdim=True) / most
+    return (torch.where(scale > 0, groups / scale, 0).round() * scale).view(x.shape)
+
+
+def near(got: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
+    """Whether the error stays below `bound` of the largest value of each column."""
+    return bool(((got - expected).abs() <= bound * (expected.abs().amax(0) + 1e-6)).all())
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.sampled_from(WEIGHTS), st.integers(1, 40), st.lists(st.integers(1, 70), min_size=1, max_size=3), st.integers(1, 9),
+    st.booleans(), st.booleans(), st.sampled_from(["avx2", "portable"]), st.integers(1, 3), st.integers(0, 10**6),
+)
+def test_a_product_equals_its_twin(
+    kind: str, rows: int, widths: list[int], groups: int, with_norm: bool, with_bias: bool, variant: str, threads: int,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    columns = groups * 32 if kind != "float32" else groups * 32 - seed % 31
+    backend = CpuBackend(Alone(), Library(variant), threads, True)
+    made = [make_weight(kind, width, columns, rng) for width in widths]
+    bias = [torch.from_numpy(rng.normal(0, 1, width).astype(np.float32)) for width in widths] if with_bias else None
+    packed = backend.pack_linear([m[0] for m in made], bias)
+    x = torch.from_numpy(rng.normal(0, 1, (rows, columns)).astype(np.float32))
+    norm = torch.from_numpy(rng.normal(1, 0.2, columns).astype(np.float32))
+    got = backend._linear(x, backend.pack_norm(norm, 1e-5) if with_norm else None, packed)
+    plain = F.rms_norm(x, (columns,), norm, 1e-5) if with_norm else x
+    expected = F.linear(rounded(plain, kind).double(), torch.cat([m[1] for m in made]).double()).float()
+    if bias:
+        expected += torch.cat(bias)
+    # A value that lies between two steps of the rounding may go to either after a norm that differs in the last bit.
+    assert near(got, expected, 2e-2 if with_norm and kind not in ("float32", "q8_0") else 1e-3)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_row_does_not_depend_on_its_company(kind: str, library: Library) -> None:
+    rng = np.random.default_rng(3)
+    backend = CpuBackend(Alone(), library, 2, True)
+    packed = backend.pack_linear([make_weight(kind, 53, 96, rng)[0], make_weight(kind, 16, 96, rng)[0]])
+    gate_up = backend.pack_linear([make_weight(kind, 64, 96, rng)[0], make_weight(kind, 64, 96, rng)[0]])
+    down = backend.pack_linear([make_weight(kind, 96, 64, rng)[0]])
+    norm = backend.pack_norm(torch.linspace(0.5, 1.5, 96), 1e-5)
+    x = torch.from_numpy(rng.normal(0, 1, (230, 96)).astype(np.float32))
+    whole = backend._linear(x, norm, packed)
+    fed = backend.mlp(x.clone(), norm, gate_up, down)
+    for begin, end in [(0, 1), (0, 2), (5, 8), (3, 7), (11, 16), (100, 107), (50, 58), (20, 29), (90, 230), (229, 230)]:
+        assert torch.equal(backend._linear(x[begin:end].contiguous(), norm, packed), whole[begin:end])
+        assert torch.equal(backend.mlp(x[begin:end].clone(), norm, gate_up, down), fed[begin:end])
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("inner", [32, 96])
+def test_the_feed_forward_part_equals_its_twin(kind: str, inner: int, library: Library) -> None:
+    rng = np.random.default_rng(inner)
+    backend = CpuBackend(Alone(), library, 2, True)
+    gate, up, down = (make_weight(kind, *size, rng) for size in ((inner, 64), (inner, 64), (64, inner)))
+    weight, x = torch.ones(64), torch.from_numpy(rng.normal(0, 1, (19, 64)).astype(np.float32))
+    norm, gate_up = backend.pack_norm(weight, 1e-5), backend.pack_linear([gate[0], up[0]])
+    got = backend.mlp(x.clone(), norm, gate_up, backend.pack_linear([down[0]]))
+    normed = rounded(F.rms_norm(x, (64,), weight, 1e-5), kind)
+    between = rounded(F.silu(F.linear(normed, gate[1])) * F.linear(normed, up[1]), kind)
+    assert near(got, x + F.linear(between, down[1]), 2e-3 if kind in ("float32", "q8_0") else 3e-2)
+
+
+def test_a_width_that_fills_no_panel(library: Library) -> None:
+    rng = np.random.default_rng(1)
+    backend = CpuBackend(Alone(), library, 2, True)
+    gate, up, down = (torch.from_numpy(rng.normal(0, 0.2, s).astype(np.float32)) for s in ((27, 40), (27, 40), (40, 27)))
+    biases = [torch.ones(27), torch.full((27,), -0.5)]
+    x = torch.from_numpy(rng.normal(0, 1, (9, 40)).astype(np.float32))
+    norm, gate_up = backend.pack_norm(torch.ones(40), 1e-5), backend.pack_linear([gate, up], biases)
+    got = backend.mlp(x.clone(), norm, gate_up, backend.pack_linear([down]))
+    normed = F.rms_norm(x, (40,), None, 1e-5)
+    expected = x + F.linear(F.silu(F.linear(normed, gate, biases[0])) * F.linear(normed, up, biases[1]), down)
+    assert torch.allclose(got, expected, atol=1e-5)
+
+
+def test_rows_in_another_order_and_columns_of_a_slice(library: Library) -> None:
+    rng = np.random.default_rng(2)
+    backend = CpuBackend(Alone(), library, 1, True)
+    blocks, values = make_weight("q4_1", 20, 160, rng)
+    assert isinstance(blocks, Blocks)
+    order = np.array([7, 3, -1, 19, 0])
+    packed = backend.pack_linear([Blocks(blocks.kind, blocks.raw, order, 1, 3)])
+    x = torch.from_numpy(rng.normal(0, 1, (4, 96)).astype(np.float32))
+    expected = F.linear(rounded(x, "q4_1"), torch.where(torch.tensor(order)[:, None] < 0, 0, values[order])[:, 32:128])
+    assert torch.allclose(backend._linear(x, None, packed), expected, atol=1e-2, rtol=1e-3)
+    assert bool((backend._linear(x, None, packed)[:, 2] == 0).all())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_number_of_threads_changes_nothing(threads: int) -> None:
+    rng = np.random.default_rng(4)
+    weight = make_weight("q4_0", 300, 64, rng)[0]
+    x = torch.from_numpy(rng.normal(0, 1, (33, 64)).astype(np.float32))
+    alone = CpuBackend(Alone(), Library(), 1, True)
+    expected = alone._linear(x, None, alone.pack_linear([weight]))
+    backend = CpuBackend(Alone(), Library(), threads, True)
+    packed = backend.pack_linear([weight])
+
+    def many(_: int) -> bool:
+        return all(torch.equal(backend._linear(x, None, packed), expected) for _ in range(50))
+
+    with ThreadPoolExecutor(3) as pool:  # callers take turns
+        assert all(pool.map(many, range(3)))
+    Library().set_threads(1)
+
+
+# Attention
+
+
+class Sequence:
+    """Tokens of one sequence in blocks that lie anywhere."""
+
+    def __init__(self, length: int, blocks: list[int]) -> None:
+        self.length, self.table = length, np.array(blocks[: -(-length // 16)], dtype=np.int32)
+
+    def slots(self, begin: int, end: int) -> np.ndarray:
+        at = np.arange(begin, end)
+        return self.table[at // 16].astype(np.int64) * 16 + at % 16
+
+
+def step_of(decode: list[tuple[Sequence, int]], chunks: list[tuple[Sequence, int, int]]) -> StepInput:
+    """Decode rows (sequence, position), then chunks (sequence, begin, end)."""
+    width = max((len(s.table) for s, _ in decode), default=0)
+    tables = np.zeros((len(decode), width), dtype=np.int32)
+    positions = [np.array([p for _, p in decode], dtype=np.int64)]
+    slots, made, offset = [np.array([s.slots(p, p + 1)[0] for s, p in decode], dtype=np.int64)], [], len(decode)
+    for row, (sequence, position) in enumerate(decode):
+        tables[row, : position // 16 + 1] = sequence.table[: position // 16 + 1]
+    for sequence, begin, end in chunks:
+        made.append(Chunk(offset, end - begin, begin, sequence.table[: (end - 1) // 16 + 1]))
+        positions.append(np.arange(begin, end))
+        slots.append(sequence.slots(begin, end))
+        offset += end - begin
+    flat = np.concatenate(positions)
+    return StepInput(
+        np.zeros(offset, dtype=np.int64), flat, np.concatenate(slots), tables, positions[0] + 1, tuple(made),
+        np.arange(offset, dtype=np.int64),
+    )
+
+
+def attend(backend: TorchBackend, shape: AttentionShape, steps: list[tuple[StepInput, torch.Tensor]]) -> list[torch.Tensor]:
+    backend.allocate_kv(1, 40, shape)
+    out = []
+    for step, qkv in steps:
+        backend.begin(step, 1.0 / 100.0 ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
+        out.append(backend.attention(qkv.clone(), 0, shape).clone())
+    return out
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.sampled_from([(1, 1), (3, 1), (9, 3), (4, 2), (8, 8), (14, 2)]), st.sampled_from([16, 48, 64]),
+    st.sampled_from([None, 1, 9, 33]), st.booleans(), st.sampled_from(["avx2", "portable"]), st.integers(0, 10**6),
+)
+def test_attention_equals_its_twin(
+    heads: tuple[int, int], dim: int, window: int | None, own: bool, variant: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    shape = AttentionShape(*heads, dim, window)
+    blocks = (rng.permutation(40) + 1).tolist()
+    first, second, third = Sequence(70, blocks[:5]), Sequence(40, blocks[5:8]), Sequence(17, blocks[8:10])
+    cut = int(rng.integers(1, 69))
+    steps = [
+        step_of([], [(first, 0, cut), (second, 0, 39)]), step_of([(second, 39)], [(first, cut, 70), (third, 0, 16)]),
+        step_of([(third, 16), (first, 69)], []),
+    ]
+    given_rows = [
+        (s, torch.from_numpy(rng.normal(0, 1, (len(s.token_ids), (heads[0] + 2 * heads[1]) * dim)).astype(np.float32)))
+        for s in steps
+    ]
+    expected = attend(TorchBackend(torch.float32, CPU, Alone()), shape, given_rows)
+    got = attend(CpuBackend(Alone(), Library(variant), 2, own), shape, given_rows)
+    for a, b in zip(got, expected, strict=True):
+        assert (a - b).abs().max() < (4e-3 if own else 1e-5)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("heads", [(9, 3), (2, 2), (7, 1)])
+def test_attention_does_not_depend_on_chunks_or_mates(heads: tuple[int, int], own: bool, library: Library) -> None:
+    rng = np.random.default_rng(6)
+    shape, length = AttentionShape(*heads, 32, None), 61
+    rows = torch.from_numpy(rng.normal(0, 1, (length, (heads[0] + 2 * heads[1]) * 32)).astype(np.float32))
+    ours, other = Sequence(length, [9, 2, 30, 4]), Sequence(40, [11, 12, 1])
+    mates = torch.from_numpy(rng.normal(0, 1, (40, rows.shape[1])).astype(np.float32))
+    whole = attend(CpuBackend(Alone(), library, 2, own), shape, [(step_of([], [(ours, 0, length)]), rows)])[0]
+    pieces = [(step_of([], [(ours, a, b)]), rows[a:b]) for a, b in ((0, 1), (1, 8), (8, 30), (30, 60))]
+    pieces.append((step_of([(ours, 60)], [(other, 0, 40)]), torch.cat((rows[60:], mates))))
+    got = attend(CpuBackend(Alone(), library, 1, own), shape, pieces)
+    assert torch.equal(torch.cat([*got[:-1], got[-1][:1]]), whole)
+
+
+def test_what_a_row_may_not_see_cannot_reach_it(library: Library) -> None:
+    """Left-over numbers of another request, not finite ones, lie in the same block behind the last token."""
+    shape = AttentionShape(2, 1, 16)
+    backend = CpuBackend(Alone(), library, 1, True)
+    backend.allocate_kv(1, 4, shape)
+    backend._cache[0].fill_(torch.nan)
+    rows = torch.ones((5, 64))
+    backend.begin(step_of([], [(Sequence(5, [1]), 0, 5)]), torch.ones(8))
+    assert bool(torch.isfinite(backend.attention(rows, 0, shape)).all())
+
+
+# Without a compiler
+
+
+def test_without_a_compiler_torch_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(building, "FOLDER", tmp_path)
+    monkeypatch.setattr(building, "compiler", lambda: None)
+    with caplog.at_level(logging.WARNING):
+        backend = choose_backend(torch.float32, CPU, Alone(), 1, own_weights=True)
+    assert isinstance(backend, TorchBackend)
+    assert not isinstance(backend, CpuBackend)
+    assert backend.kinds == ()
+    assert [record.getMessage().count("no C++ compiler found") for record in caplog.records] == [1]
+
+
+def test_what_the_compiler_says_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refuses = tmp_path / "c++"
+    refuses.write_text("#!/bin/sh\necho 'a.cpp:1: error: no such thing' >&2\nexit 1\n")
+    refuses.chmod(0o755)
+    monkeypatch.setattr(building, "FOLDER", tmp_path)
+    monkeypatch.setattr(building, "compiler", lambda: str(refuses))
+    with pytest.raises(building.BuildFailed, match=r"^the C\+\+ compiler ended with status 1: a.cpp:1: error: no such thing$"):
+        building.build()
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".build")] == []
