@@ -318,7 +318,7 @@ def test_a_shard_outlives_no_launcher(tiny_model: Path, monkeypatch: pytest.Monk
     [
         (("--max-total-tokens", "100000"), "--max-total-tokens 100000 is more than the model's window of 512 tokens"),
         (("--max-input-tokens", "512"), "--max-input-tokens 512 must be less than --max-total-tokens 512"),
-        (("--rank", "1"), "--rank 1 of --num-shard 1"),
+        (("--rank", "1"), "--rank 1 is not below --num-shard 1"),
         (("--shard-uds-path", "/proc/nowhere/s"), "cannot create the socket /proc/nowhere/s-0"),
         (("--shard-uds-path", "/tmp/" + "x" * 120), "longer than the system's 107 bytes"),
     ],

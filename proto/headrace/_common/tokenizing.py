@@ -47,11 +47,14 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.bytes_of = TokenBytes(self._tokenizer)
-        self._most_characters = _most_characters(self._tokenizer, self.bytes_of)
+        self._most_characters, self._dropped = _bound(self._tokenizer, self.bytes_of)
 
     def least_tokens(self, text: str) -> int:
         """A number of tokens that the text has for sure, found without tokenizing it; often far too small."""
-        return len(text) // self._most_characters if self._most_characters else 0
+        if not self._most_characters:
+            return 0
+        kept = len(text) - sum(map(text.count, self._dropped))
+        return kept // self._most_characters
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -90,26 +93,31 @@ def _give_back(text: str) -> None:
         trim_memory()
 
 
-def _most_characters(tokenizer: _Tokenizer, bytes_of: TokenBytes) -> int:
-    """Most characters of a text that become one token; 0 if there is no bound.
+def _bound(tokenizer: _Tokenizer, bytes_of: TokenBytes) -> tuple[int, str]:
+    """(most characters of a text that become one token, characters that become none); (0, "") if there is no bound.
 
-    There is one where every character can become tokens of its bytes, and nothing on the way drops or joins characters:
-    unknown words that become one token however long they are, white space that is collapsed or swallowed.
+    There is one where every other character becomes tokens of its bytes, and nothing on the way drops or joins characters:
+    unknown words that become one token however long they are, white space that is collapsed or swallowed. Byte-level
+    vocabularies may lack bytes that hardly occur: a missing ASCII byte drops its character, of a longer character the
+    other bytes stay.
     """
     vocab = tokenizer.get_vocab()
-    whole_bytes = (
-        all(text in vocab for text in byte_alphabet()) or all(f"<0x{byte:02X}>" in vocab for byte in range(256))
-    )
+    by_byte = {byte: text for text, byte in byte_alphabet().items()}
+    missing = [byte for byte in range(256) if by_byte[byte] not in vocab]
+    whole_bytes = not any(0x80 <= byte < 0xC0 for byte in missing)
+    if len(missing) > 64 or not whole_bytes:  # not a byte-level vocabulary
+        missing = []
+        whole_bytes = all(f"<0x{byte:02X}>" in vocab for byte in range(256))
     swallows = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
     if not (bytes_of.exact and whole_bytes) or swallows:
-        return 0
+        return 0, ""
     shrink = 1
     for step in part_steps(tokenizer.normalizer):
         factor = _shrink(step)
         if not factor:
-            return 0
+            return 0, ""
         shrink *= factor
-    return shrink * max(len(text) for text in vocab)
+    return shrink * max(len(text) for text in vocab), "".join(chr(byte) for byte in missing if byte < 0x80)
 
 
 def _shrink(step: dict[str, Any]) -> int:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
+from headrace._common.detokenizer import byte_alphabet
 from headrace._common.errors import StartupError
 from headrace._common.tokenizing import Tokenizer
 from tests.fakes.text_models import SPECIALS, make_tokenizer
@@ -135,3 +136,16 @@ def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path: Path, data: str) -> N
         Tokenizer(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_a_vocabulary_lacks_do_not_count(tmp_path: Path) -> None:
+    """A byte-level tokenizer without some control characters drops them; the bound must not count on them."""
+    alphabet = [c for c, byte in byte_alphabet().items() if byte not in (0x04, 0x06, 0xC0, 0xF1, 0xFF)]
+    made = Library(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.least_tokens("x" * 1000) == 1000
+    for text in ("\x04" * 1000, "a\x04\x06b" * 50, "\U00040000" * 20, "é\x06" * 9):
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
