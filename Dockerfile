@@ -9,6 +9,9 @@ ARG PIP_ARGS=
 
 ENV PATH=/opt/venv/bin:$PATH HEADRACE_CACHE=/cache PYTHONUNBUFFERED=1
 
+# The compiler of the CPU kernels.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+
 RUN python -m venv /opt/venv && pip install --no-cache-dir $PIP_ARGS "$TORCH"
 
 WORKDIR /app

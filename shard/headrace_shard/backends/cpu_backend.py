@@ -66,7 +66,7 @@ class CpuBackend(TorchBackend):
                 panels = self._library.pack_blocks(part)
             else:
                 form, (rows, columns) = kernels.FLOAT32, part.shape
-                panels = kernels.pack_floats(part)
+                panels = self._library.pack_floats(part)
             bias = biases[number].float().contiguous() if biases else None
             bias_address = bias.data_ptr() if bias is not None else None
             matrices[number] = kernels.Matrix(form, rows, columns, panels.data_ptr(), bias_address)

@@ -91,6 +91,16 @@ class Library:
         )
         return out
 
+    def pack_floats(self, weight: torch.Tensor) -> torch.Tensor:
+        """Panels [panels, columns, 16] of rows in float32; the last panel is filled up with zeros."""
+        rows, columns = weight.shape
+        panels, whole = -(-rows // PANEL), rows // PANEL
+        out = self._arena.take(panels * columns * PANEL * 4).view(torch.float32).view(panels, columns, PANEL)
+        out[:whole] = weight[: whole * PANEL].reshape(whole, PANEL, columns).transpose(1, 2)
+        if rows > whole * PANEL:
+            out[whole, :, : rows - whole * PANEL] = weight[whole * PANEL :].T
+        return out
+
 
 class Arena:
     """Memory for packed weights in huge pages: they are read from end to end, and each small page would stop the reading."""
@@ -116,17 +126,6 @@ class Arena:
             at = self._used
             self._used = at + -(-count // 64) * 64
             return self._chunk[at : at + count]
-
-
-def pack_floats(weight: torch.Tensor) -> torch.Tensor:
-    """Panels [panels, columns, 16] of rows in float32; the last panel is filled up with zeros."""
-    rows, columns = weight.shape
-    out = torch.zeros((-(-rows // PANEL), columns, PANEL))
-    whole = rows // PANEL
-    out[:whole] = weight[: whole * PANEL].view(whole, PANEL, columns).transpose(1, 2)
-    if rows > whole * PANEL:
-        out[whole, :, : rows - whole * PANEL] = weight[whole * PANEL :].T
-    return out
 
 
 def _declare(function: Any, arguments: str, first_int: bool = False) -> Any:
