@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests import dockerfile  # noqa: E402
 
+IMAGE_ONLY = ("useradd", "chown", "rm -rf /var/lib")  # commands that concern the image's own system
 PATHS = re.compile(r"(?<![\w.])/(opt/venv|app|cache|run/headrace)\b")
 START = 120.0  # seconds
 
@@ -62,7 +63,10 @@ class Image:
         elif step.name == "COPY":
             self.copy(step.words)
         elif step.name == "RUN":
-            commands = " && ".join(c for c in step.value.split(" && ") if not c.startswith(("useradd", "chown")))
+            commands = " && ".join(c for c in step.value.split(" && ") if not c.startswith(IMAGE_ONLY))
+            if commands.startswith("apt-get") and os.geteuid() != 0:
+                print(f"not run, as it needs root: {commands}", flush=True)
+                return
             print(f"RUN {commands}", flush=True)
             subprocess.run(["sh", "-ec", self.here(commands)], cwd=self.cwd, env=self.env, check=True)
         elif step.name == "ENTRYPOINT":
