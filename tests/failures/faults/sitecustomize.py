@@ -40,15 +40,15 @@ def break_loading() -> None:
 
     from headrace_shard.backends.torch_backend import TorchBackend
 
-    allocate = TorchBackend.allocate_kv
+    zeros = TorchBackend._zeros
 
-    def failing(self: Any, layers: int, blocks: int, shape: Any) -> None:
+    def failing(self: Any, size: tuple[int, ...], *more: Any) -> Any:
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28,) * 2)
-        allocate(self, layers, blocks * 100, shape)
+        return zeros(self, (size[0] * 10000, *size[1:]), *more)
 
-    TorchBackend.allocate_kv = failing  # type: ignore[method-assign]
+    TorchBackend._zeros = failing  # type: ignore[method-assign, assignment]
 
 
 fault_rank, _, fault_kind = os.environ.get("HEADRACE_TEST_FAULT", "").partition(":")
