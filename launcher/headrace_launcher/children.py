@@ -51,7 +51,7 @@ class Child:
         status = self.process.returncode
         if status is not None and status < 0:
             how, why = f"{self.name} was killed by {signal.Signals(-status).name}", self.freeze_note or self._last_error
-        elif status == 0:
+        elif status == 0 and not self._last_error:
             how, why = f"{self.name} ended with status 0, which nobody had asked for", None
         else:
             how, why = f"{self.name} ended with status {status}", self._last_error or self._last_line
