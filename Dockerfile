@@ -3,7 +3,7 @@
 FROM python:3.11-slim
 
 # What pip installs as torch. The default build brings CUDA; for a CPU image give the CPU build:
-#   --build-arg PIP_ARGS="--index-url URL_OF_PYTORCH_CPU_WHEELS"
+#   --build-arg PIP_ARGS="..." with pip's options that pytorch.org gives for it
 ARG TORCH=torch==2.13.0
 ARG PIP_ARGS=
 

@@ -42,8 +42,8 @@ $(TORCH_STAMP): | $(VENV)/bin/python
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: the Python of $(VENV) is too old: 3.11 or later is needed" >&2; exit 1; }
 	@echo "Installing $(TORCH). The default build for Linux brings CUDA: about 3 GB to download, 6 GB on disk."
-	@echo "For the CPU build (about 200 MB): make install TORCH='$(TORCH)' PIP_ARGS='--index-url URL_OF_PYTORCH_CPU_WHEELS',"
-	@echo "or TORCH= a wheel file of it. See https://pytorch.org/get-started/locally for the URL."
+	@echo "For the CPU build (about 200 MB): make install PIP_ARGS='...' with pip's options for it,"
+	@echo "or TORCH= a wheel file of it. See https://pytorch.org/get-started/locally for both."
 	$(PIP) '$(TORCH)'
 	@touch $@
 

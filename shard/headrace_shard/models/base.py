@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from headrace_shard.step import StepInput
 from headrace_shard.weights import WeightSource
 
 
-class Model:
+class Model(ABC):
     """A decoder over flat, ragged steps."""
 
     layers: int
     vocab_size: int
     attention: AttentionShape  # of this rank
 
+    @abstractmethod
     def __init__(
         self, config: dict[str, Any], weights: WeightSource, backend: Backend, rank: int, world_size: int
     ) -> None:
@@ -26,16 +28,15 @@ class Model:
         Raises:
             StartupError: the config asks for something that this family has not, or the weights do not fit it.
         """
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def check_partition(cls, config: dict[str, Any], world_size: int) -> None:
         """Raises StartupError if the model cannot be cut into so many parts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits of the rows that the step wants: [logit rows, vocab], float32. Writes the step's K and V.
 
         Every rank runs the same steps in the same order; the logits are whole on rank 0 alone.
         """
-        raise NotImplementedError
