@@ -1,7 +1,7 @@
 """`python -m bench [NAME...]`: measure, print one table, and record what was found in bench/results.
 
-NAME is one or more of boundary, startup, stream_vs_transformers, streaming; all of them if none is given. The machine should have
-nothing else to do. The table's ratio is 1 where a target is just met, and more where it is exceeded.
+NAME is one or more of boundary, startup, stream_vs_transformers, streaming; all of them if none is given. The machine
+should have nothing else to do. The table's ratio is 1 where a target is just met, and more where it is exceeded.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def read_stream(raw: bytes) -> Stream:
     status = int(head.split(b" ", 2)[1])
     if b"transfer-encoding: chunked" not in head.lower():
         return Stream(status, [body])
-    chunks = []
+    chunks: list[bytes] = []
     while True:
         size_line, line_end, rest = body.partition(b"\r\n")
         size = int(size_line, 16) if line_end else 0

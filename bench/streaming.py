@@ -30,6 +30,7 @@ SHARED = 4  # tokens of a request in one step: their events share a write
 ROUNDS = 3
 MEGABYTES = 150.0
 CHATS = 200
+WARM = 20
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,11 @@ async def _cost(router: RouterProcess, streams: int, tokens: int, api: str) -> C
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens, "stream": True, "temperature": 0}
     else:
         path, body = "/generate_stream", {"inputs": "hello", "parameters": {"max_new_tokens": tokens}}
-    raw, address = json.dumps(body).encode(), urlsplit(router.url)
-    assert address.hostname is not None
-    assert address.port is not None
+    raw, (host, port) = json.dumps(body).encode(), _address(router)
     costs, memory, found = [], 0.0, []
     for _ in range(ROUNDS):
         crowd = Crowd(streams)
-        load = asyncio.create_task(crowd.post(address.hostname, address.port, path, raw))
+        load = asyncio.create_task(crowd.post(host, port, path, raw))
         await crowd.all_begun.wait()
         before, at_begin = cpu_seconds(router.popen.pid), crowd.events
         memory = max(memory, rss_mb(router.popen.pid))
@@ -118,24 +117,43 @@ def chat_milliseconds(folder: Path) -> float:
     """From arrival to the queue, by the router's own metric: body, checks, template, tokens."""
     words = "the sky is blue and the sea is blue, one two three four five six; hello world"
     messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} {words}"} for i in range(19)]
-    body = {"messages": [{"role": "system", "content": words}, *messages], "max_tokens": 1}
+    body = json.dumps({"messages": [{"role": "system", "content": words}, *messages], "max_tokens": 1}).encode()
     shard = ScriptedShard(folder)
     try:
         router = RouterProcess(folder, shard.target, "--log-level", "warning").wait_ready()
         try:
-            for _ in range(CHATS):
-                request = urllib.request.Request(
-                    f"{router.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-                )
-                with urllib.request.urlopen(request, timeout=30):
-                    pass
-            with urllib.request.urlopen(f"{router.url}/metrics", timeout=30) as reply:
-                lines = reply.read().decode()
+            uvloop.run(_chats(router, body, WARM))
+            before = _validation(router)
+            uvloop.run(_chats(router, body, CHATS))
+            after = _validation(router)
         finally:
             router.stop()
     finally:
         shard.stop()
+    return (after[0] - before[0]) / (after[1] - before[1]) * 1e3
+
+
+async def _chats(router: RouterProcess, body: bytes, count: int) -> None:
+    host, port = _address(router)
+    for _ in range(count):
+        (answer,) = await Crowd(1).post(host, port, "/v1/chat/completions", body)
+        if answer.status != 200:
+            raise RuntimeError(f"status {answer.status}")
+
+
+def _validation(router: RouterProcess) -> tuple[float, float]:
+    """(seconds, requests) so far."""
+    with urllib.request.urlopen(f"{router.url}/metrics", timeout=30) as reply:
+        lines = reply.read().decode()
     total, count = (
-        float(re.findall(rf"^tgi_request_validation_duration_{part} (\S+)", lines, re.M)[0]) for part in ("sum", "count")
+        float(re.findall(rf"^tgi_request_validation_duration_{part} (\S+)", lines, re.MULTILINE)[0])
+        for part in ("sum", "count")
     )
-    return total / count * 1e3
+    return total, count
+
+
+def _address(router: RouterProcess) -> tuple[str, int]:
+    address = urlsplit(router.url)
+    assert address.hostname is not None
+    assert address.port is not None
+    return address.hostname, address.port

@@ -60,6 +60,7 @@ def make_app(service: Service) -> web.Application:
     """The application of a service that is ready to run."""
     app = web.Application(middlewares=[errors_and_auth])
     app[SERVICE] = service
+    app[sse.SENDER] = sse.Sender()
     app.add_routes([
         web.post("/", native.compat),
         web.post("/generate", native.generate),

@@ -83,26 +83,24 @@ async def _stream(
     request: web.Request, service: Service, ticket: Ticket, body: shapes.GenerateBody, full_text: bool
 ) -> web.StreamResponse:
     prepared = await _prepare(request, service, ticket, body, True, full_text)
+    index = 0
+
+    def frames(_: int, token: Token) -> bytes:
+        nonlocal index
+        index += 1
+        if token.end is not None:
+            ticket.ended(prepared.request, token.end)
+        return sse.frame(shapes.encode(_event(service, prepared, index, token)))
+
     async with service.engine.submit(prepared.request) as stream:
-        response = await sse.open_stream(request, compute_headers(service, len(body.inputs)))
-        index, ended = 0, False
-        while not ended:
-            try:
-                tokens = await stream.read(sse.KEEP_ALIVE_SECONDS)
-            except HeadraceError as error:
-                ticket.fail(error)
-                await response.write(event(request.path, error))
-                break
-            frames = [sse.PING] if not tokens else []
-            for token in tokens:
-                index += 1
-                frames.append(sse.frame(shapes.encode(_event(service, prepared, index, token))))
-                if token.end is not None:
-                    ended = True
-                    ticket.ended(prepared.request, token.end)
-            await response.write(b"".join(frames))
-    await response.write_eof()
-    return response
+        events = await sse.open_stream(request, compute_headers(service, len(body.inputs)))
+        try:
+            await events.relay([stream], frames)
+            last = b""
+        except HeadraceError as error:
+            ticket.fail(error)
+            last = event(request.path, error)
+    return await events.end(last)
 
 
 def _token(service: Service, token: Token) -> shapes.TokenOut:

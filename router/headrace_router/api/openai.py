@@ -63,23 +63,22 @@ async def _answer(
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(service.engine.submit(r)) for r in prepared.requests]
         if prepared.shown.stream:
-            response = await sse.open_stream(request, headers)
+            ends: list[End] = []
+
+            def frames(index: int, token: Token) -> bytes:
+                ends.extend(_ended(ticket, prepared, [(index, token)]))
+                return replies.frames(index, token)
+
+            events = await sse.open_stream(request, headers)
             try:
-                ends: list[End] = []
-                async for tokens in merge(streams, sse.KEEP_ALIVE_SECONDS):
-                    ends += _ended(ticket, prepared, tokens)
-                    frames = [replies.frames(index, token) for index, token in tokens] or [sse.PING]
-                    if data := b"".join(frames):
-                        await response.write(data)
+                await events.relay(streams, frames)
                 last = (replies.usage_frame(ends) if prepared.shown.include_usage else b"") + sse.DONE
             except HeadraceError as error:
                 ticket.fail(error)
                 last = event(request.path, error)
-            await response.write(last)
-            await response.write_eof()
-            return response
+            return await events.end(last)
         choices: list[list[Token]] = [[] for _ in streams]
-        async for tokens in merge(streams, None):
+        async for tokens in merge(streams):
             _ended(ticket, prepared, tokens)
             for index, token in tokens:
                 choices[index].append(token)

@@ -43,8 +43,11 @@ class _Replies:
             reply.usage = total
         return reply
 
+    def _data(self, choice: object) -> bytes:
+        return shapes.encode(self._reply(self._chunk_kind, [choice]))
+
     def _frame(self, choice: object) -> bytes:
-        return sse.frame(shapes.encode(self._reply(self._chunk_kind, [choice])))
+        return sse.frame(self._data(choice))
 
     def usage_frame(self, ends: list[End]) -> bytes:
         """The extra chunk at the end of a stream that asked for usage."""
@@ -61,6 +64,7 @@ class ChatReplies(_Replies):
         super().__init__(service, "chatcmpl", "chat.completion", "chat.completion.chunk")
         self._logprobs = logprobs
         self._begun = False
+        self._plain: dict[int, sse.FrameOfText] = {}  # of each choice
 
     def _content(self, tokens: list[Token]) -> shapes.ChatLogprobs | None:
         if not self._logprobs:
@@ -82,13 +86,23 @@ class ChatReplies(_Replies):
         if not self._begun:
             self._begun = True
             out += self._frame(shapes.ChatChunkChoice(index, shapes.Delta("assistant", ""), None, None))
-        if token.text or (self._logprobs and not _is_end_token(token)):
+        if token.text and not self._logprobs:
+            out += self._plain_frame(index, token.text)
+        elif self._logprobs and not _is_end_token(token):
             delta = shapes.Delta(content=token.text)
             out += self._frame(shapes.ChatChunkChoice(index, delta, self._content([token]), None))
         if token.end is not None:
             reason = REASONS[token.end.finish_reason]
             out += self._frame(shapes.ChatChunkChoice(index, shapes.Delta(), None, reason))
         return out
+
+    def _plain_frame(self, index: int, text: str) -> bytes:
+        made = self._plain.get(index)
+        if made is None:
+            made = self._plain[index] = sse.FrameOfText(lambda text: self._data(
+                shapes.ChatChunkChoice(index, shapes.Delta(content=text), None, None)
+            ))
+        return made(text)
 
     def whole(self, choices: list[list[Token]], ends: list[End]) -> bytes:
         """The answer of a call that does not stream."""
@@ -106,6 +120,7 @@ class CompletionReplies(_Replies):
     def __init__(self, service: Service, logprobs: int | None) -> None:
         super().__init__(service, "cmpl", "text_completion", "text_completion")
         self._logprobs = logprobs
+        self._plain: dict[int, sse.FrameOfText] = {}  # of each choice
         self._offsets: dict[int, int] = {}  # characters of each choice so far
 
     def _columns(self, index: int, tokens: list[Token]) -> shapes.CompletionLogprobs | None:
@@ -127,9 +142,19 @@ class CompletionReplies(_Replies):
         """The chunk of one token, if it has anything to say."""
         if not token.text and token.end is None and self._logprobs is None:
             return b""
+        if token.end is None and self._logprobs is None:
+            return self._plain_frame(index, token.text)
         reason = REASONS[token.end.finish_reason] if token.end is not None else None
         choice = shapes.CompletionChoice(index, token.text, self._columns(index, [token]), reason)
         return self._frame(choice)
+
+    def _plain_frame(self, index: int, text: str) -> bytes:
+        made = self._plain.get(index)
+        if made is None:
+            made = self._plain[index] = sse.FrameOfText(
+                lambda text: self._data(shapes.CompletionChoice(index, text, None, None))
+            )
+        return made(text)
 
     def whole(self, choices: list[list[Token]], ends: list[End]) -> bytes:
         """The answer of a call that does not stream."""
