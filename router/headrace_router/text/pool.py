@@ -16,7 +16,8 @@ from headrace._common.errors import StartupError, TemplateError
 from headrace._common.model_folder import ModelFolder, read_text
 from headrace._common.tokenizing import Piece, Tokenizer
 from headrace_router.text.chat import ChatEncoder, Marked, template_messages
-from headrace_router.text.template import MAX_SECONDS, ChatTemplate
+from headrace_router.text.template import ChatTemplate
+from headrace_router.text.template_limits import MAX_SECONDS
 
 T = TypeVar("T")
 
