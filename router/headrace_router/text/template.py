@@ -142,6 +142,14 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"Template error: the model's chat template cannot be compiled: {error}") from None
 
+    @property
+    def literals(self) -> str:
+        """The texts that stand in the template, each on its own: no search finds anything over two of them."""
+        parsed = self._environment.parse(self._source)
+        found = [data.data for data in parsed.find_all(nodes.TemplateData)]
+        found += [const.value for const in parsed.find_all(nodes.Const) if isinstance(const.value, str)]
+        return "\0".join(found)
+
     def mentions(self, word: str) -> bool:
         """Does the source hold `word`?"""
         return word in self._source

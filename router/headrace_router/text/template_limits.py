@@ -22,7 +22,9 @@ MAX_STEPS = 300_000
 MAX_TEXT = 64_000_000  # characters, of all values that are made on the way
 MAX_SIZE = 500  # a width, an indent, a count
 MAX_POWER = 1024
-_WIDTH = re.compile(r"\d{4,}|%[-+ #0]*\*|\{[^{}]*:[^{}]*\{")  # in a format: a large one, or one that is an argument
+_WIDTH = re.compile(  # in a format: a large one, or one that is an argument
+    r"%(\([^)]*\))?[-+ #0]*(\d{4}|\d*\.\d{4}|\d*\.?\*)|\{[^{}]*:[^{}]*(\d{4}|\{)"
+)
 _SIZED = frozenset([
     "batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "wordwrap", "zfill",
 ])

@@ -125,7 +125,7 @@ def test_the_folder_is_whole(default_model: Path) -> None:
     folder = ModelFolder.open(default_model)
     assert folder.eos_token_ids == (2,)
     assert folder.gguf is not None
-    assert "<|im_start|>" in (folder.chat_template or "")
+    assert "<|im_start|>" in folder.chat_templates["default"]
     assert folder.special_texts == {
         "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": "<|endoftext|>"
     }
