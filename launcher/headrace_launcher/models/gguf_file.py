@@ -64,7 +64,7 @@ def _write(header: Any, folder: Path) -> None:
         (folder / "chat_template.jinja").write_text(template, "utf-8")
     for key, template in header.metadata.items():
         name = key.removeprefix(_NAMED_TEMPLATE)
-        if name != key and _TEMPLATE_NAME.fullmatch(name):
+        if name != key and _TEMPLATE_NAME.fullmatch(name) and isinstance(template, str):
             (folder / "additional_chat_templates").mkdir(exist_ok=True)
             (folder / "additional_chat_templates" / f"{name}.jinja").write_text(template, "utf-8")
     os.symlink(header.path.resolve(), folder / GGUF_NAME)

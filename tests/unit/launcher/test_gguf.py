@@ -141,6 +141,15 @@ def test_a_derived_folder_is_made_once_and_again_when_the_file_changes(tmp_path:
     assert gguf_file.resolve(path, caches, lines.append) != first
 
 
+def test_templates_keep_their_names(tmp_path: Path, caches: CacheProvider) -> None:
+    named = {
+        "tokenizer__chat_template": "plain", "tokenizer__chat_templates": ["tool_use", "../x"],
+        "tokenizer__chat_template__tool_use": "tools", "tokenizer__chat_template__../x": "outside",
+    }
+    folder = gguf_file.resolve(write_gguf(tmp_path / "m.gguf", **named), caches, lambda line: None)
+    assert ModelFolder.open(folder).chat_templates == {"default": "plain", "tool_use": "tools"}
+
+
 def test_sentencepiece(tmp_path: Path) -> None:
     made = gguf_tokenizer.build(gguf_header.read(write_gguf(tmp_path / "m.gguf")))
     assert made.encode("ab").ids == [1, 263]
