@@ -142,7 +142,7 @@ def test_a_derived_folder_is_made_once_and_again_when_the_file_changes(tmp_path:
 
 
 def test_templates_keep_their_names(tmp_path: Path, caches: CacheProvider) -> None:
-    named = {
+    named: dict[str, Any] = {
         "tokenizer__chat_template": "plain", "tokenizer__chat_templates": ["tool_use", "../x"],
         "tokenizer__chat_template__tool_use": "tools", "tokenizer__chat_template__../x": "outside",
     }
