@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 
 import headrace
 from headrace_router import sse
@@ -36,6 +37,7 @@ class _Replies:
         self._model = service.model_name
         self._fingerprint = f"headrace-{headrace.__version__}"
         self._tokenizer = service.text.tokenizer
+        self._of_text: dict[int, sse.FrameOfText] = {}  # by choice
 
     def _reply(self, kind: str, choices: list[object], total: shapes.Usage | None = None) -> shapes.Reply:
         reply = shapes.Reply(self._id, kind, self._created, self._model, self._fingerprint, choices)
@@ -48,6 +50,13 @@ class _Replies:
 
     def _frame(self, choice: object) -> bytes:
         return sse.frame(self._data(choice))
+
+    def _text_frame(self, index: int, text: str, choice: Callable[[str], object]) -> bytes:
+        """A chunk that differs from others of its choice in its text alone; `choice` makes it of a text."""
+        made = self._of_text.get(index)
+        if made is None:
+            made = self._of_text[index] = sse.FrameOfText(lambda text: self._data(choice(text)))
+        return made(text)
 
     def usage_frame(self, ends: list[End]) -> bytes:
         """The extra chunk at the end of a stream that asked for usage."""
@@ -64,7 +73,6 @@ class ChatReplies(_Replies):
         super().__init__(service, "chatcmpl", "chat.completion", "chat.completion.chunk")
         self._logprobs = logprobs
         self._begun = False
-        self._plain: dict[int, sse.FrameOfText] = {}  # of each choice
 
     def _content(self, tokens: list[Token]) -> shapes.ChatLogprobs | None:
         if not self._logprobs:
@@ -87,7 +95,9 @@ class ChatReplies(_Replies):
             self._begun = True
             out += self._frame(shapes.ChatChunkChoice(index, shapes.Delta("assistant", ""), None, None))
         if token.text and not self._logprobs:
-            out += self._plain_frame(index, token.text)
+            out += self._text_frame(
+                index, token.text, lambda text: shapes.ChatChunkChoice(index, shapes.Delta(content=text), None, None)
+            )
         elif self._logprobs and not _is_end_token(token):
             delta = shapes.Delta(content=token.text)
             out += self._frame(shapes.ChatChunkChoice(index, delta, self._content([token]), None))
@@ -95,14 +105,6 @@ class ChatReplies(_Replies):
             reason = REASONS[token.end.finish_reason]
             out += self._frame(shapes.ChatChunkChoice(index, shapes.Delta(), None, reason))
         return out
-
-    def _plain_frame(self, index: int, text: str) -> bytes:
-        made = self._plain.get(index)
-        if made is None:
-            made = self._plain[index] = sse.FrameOfText(lambda text: self._data(
-                shapes.ChatChunkChoice(index, shapes.Delta(content=text), None, None)
-            ))
-        return made(text)
 
     def whole(self, choices: list[list[Token]], ends: list[End]) -> bytes:
         """The answer of a call that does not stream."""
@@ -120,7 +122,6 @@ class CompletionReplies(_Replies):
     def __init__(self, service: Service, logprobs: int | None) -> None:
         super().__init__(service, "cmpl", "text_completion", "text_completion")
         self._logprobs = logprobs
-        self._plain: dict[int, sse.FrameOfText] = {}  # of each choice
         self._offsets: dict[int, int] = {}  # characters of each choice so far
 
     def _columns(self, index: int, tokens: list[Token]) -> shapes.CompletionLogprobs | None:
@@ -143,18 +144,10 @@ class CompletionReplies(_Replies):
         if not token.text and token.end is None and self._logprobs is None:
             return b""
         if token.end is None and self._logprobs is None:
-            return self._plain_frame(index, token.text)
+            return self._text_frame(index, token.text, lambda text: shapes.CompletionChoice(index, text, None, None))
         reason = REASONS[token.end.finish_reason] if token.end is not None else None
         choice = shapes.CompletionChoice(index, token.text, self._columns(index, [token]), reason)
         return self._frame(choice)
-
-    def _plain_frame(self, index: int, text: str) -> bytes:
-        made = self._plain.get(index)
-        if made is None:
-            made = self._plain[index] = sse.FrameOfText(
-                lambda text: self._data(shapes.CompletionChoice(index, text, None, None))
-            )
-        return made(text)
 
     def whole(self, choices: list[list[Token]], ends: list[End]) -> bytes:
         """The answer of a call that does not stream."""
