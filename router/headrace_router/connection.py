@@ -115,7 +115,7 @@ class Connection(web.RequestHandler):
         if self.transport is None:
             return
         taken = self._unread - self.transport.get_write_buffer_size()
-        if taken >= LEAST_RATE * self._client_timeout:
+        if taken < 0 or taken >= LEAST_RATE * self._client_timeout:  # below 0: more was written, so that nothing is known
             self._watch_writing()
         else:
             log.info("a client is cut off: it took %d bytes in %g s", taken, self._client_timeout)
