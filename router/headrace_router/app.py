@@ -98,6 +98,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     """What every answer says: the request's id, what is left of the tenant's limits, who may read it."""
     headers = response.headers
     headers[request_ids.HEADER] = request[ID]
+    headers["Server"] = "headrace"
     headers.update(request.app[CORS].headers(request.headers))
     if (caller := request.get(CALLER)) is not None:
         headers.update(request.app[SERVICE].meters.of(caller.tenant).headers())

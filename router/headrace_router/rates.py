@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from headrace._common.errors import RateLimited
+from headrace_router.pace import Pace
 from headrace_router.tenants import Quota, Tenant
 
 
@@ -53,6 +54,7 @@ class Meter:
         self._quota = Quota()
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
+        self._pace = Pace()
         self.active = 0  # calls
         self.adapt(tenant.quota)
 
@@ -71,7 +73,8 @@ class Meter:
         """
         most, now = self._quota.max_concurrent_requests, self._clock()
         if most is not None and self.active >= most:
-            raise RateLimited(f"{self._name}: {self.active} requests are running, as many as allowed", "concurrency", 1.0)
+            text = f"{self._name}: {self.active} requests are running, as many as allowed"
+            raise RateLimited(text, "concurrency", self._pace.retry_after(self.active))
         if self._requests is not None and (seconds := self._requests.wait(1, now)):
             raise RateLimited(f"{self._name}: limit of {self._requests.per_minute} requests a minute", "requests", seconds)
         self._check_tokens(1, now)
@@ -79,9 +82,11 @@ class Meter:
             self._requests.use(1, now)
         self.active += 1
 
-    def end(self) -> None:
-        """A call that began has ended."""
+    def end(self, seconds: float | None = None) -> None:
+        """A call that began has ended; well, if `seconds` says how long it took."""
         self.active -= 1
+        if seconds is not None:
+            self._pace.ended(seconds)
 
     def charge(self, tokens: int) -> None:
         """Count tokens of a request that is to be admitted.
@@ -154,9 +159,10 @@ class Meters:
         Raises:
             RateLimited: it may not begin now.
         """
-        meter = self.of(tenant)
+        meter, begun, seconds = self.of(tenant), self._clock(), None
         meter.begin()
         try:
             yield
+            seconds = self._clock() - begun
         finally:
-            meter.end()
+            meter.end(seconds)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 import headrace
-from headrace._common.errors import HeadraceError, NotFound, mapping
+from headrace._common.errors import DeadlineExceeded, HeadraceError, NotFound, mapping
 from headrace_router.api.caller import CLASS_HEADER, LONGEST_TIMEOUT, TIMEOUT_HEADER
 from headrace_router.api.errors import is_openai
 from headrace_router.api.request_ids import HEADER as ID_HEADER
@@ -118,7 +118,8 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
     for name in re.findall(r"\{(\w+)\}", path):
         made["parameters"].append({"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
     if route.keyed:
-        made["parameters"] += [_reference("parameters", name) for name in ("timeout", "class")]
+        names = ("class", "timeout") if DeadlineExceeded in route.errors else ("class",)
+        made["parameters"] += [_reference("parameters", name) for name in names]
         made["security"] = [{}, {"bearer": []}, {"key": []}]
     if route.body is not None:
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas.of(route.body)}}}
