@@ -143,8 +143,8 @@ class Ticket:
         metrics.input_length.observe(end.input_length)
         log.info(
             "request %d of %s, %s: %d prompt tokens, %d tokens, %s; validation %.1f ms, queue %.1f ms, inference %.1f ms",
-            self.id, request.tenant.name, request.workload, end.input_length, end.generated_tokens, end.finish_reason, validation * 1e3,
-            end.queue_seconds * 1e3, end.inference_seconds * 1e3,
+            self.id, request.tenant.name, request.workload, end.input_length, end.generated_tokens, end.finish_reason,
+            validation * 1e3, end.queue_seconds * 1e3, end.inference_seconds * 1e3,
         )
 
     def __exit__(
