@@ -135,7 +135,7 @@ class Connection(web.RequestHandler):
         if not isinstance(exc, HttpProcessingError):
             log.error("internal error outside of a handler", exc_info=exc)
         made = answer(request.path, _as_ours(exc))
-        made.headers[HEADER] = origin(request.headers).request_id
+        made.headers.update({HEADER: origin(request.headers).request_id, "Server": "headrace"})
         made.force_close()
         return made
 

@@ -19,6 +19,7 @@ from headrace._common.errors import (
     Overloaded,
     RateLimited,
     TemplateError,
+    TooSlow,
     Unhealthy,
 )
 from headrace_router.engine import Engine
@@ -35,7 +36,8 @@ from headrace_router.types import End, GenerateRequest
 log = logging.getLogger(__name__)
 
 _FAILURES: tuple[tuple[type[HeadraceError], str], ...] = (
-    (RateLimited, "rate_limited"), (Overloaded, "overloaded"), (DeadlineExceeded, "timeout"), (TemplateError, "template"),
+    (RateLimited, "rate_limited"), (Overloaded, "overloaded"), (DeadlineExceeded, "timeout"),
+    (TooSlow, "timeout"), (TemplateError, "template"),
     (GenerationFailed, "generation"), (Incomplete, "incomplete"), (Unhealthy, "unhealthy"),
 )  # everything else is the client's: "validation"
 
