@@ -85,7 +85,7 @@ def _parameter(parameter: dict[str, Any]) -> str:
 
 def _response(status: str, response: dict[str, Any]) -> str:
     bodies = [
-        f"{escape(media)}: {_kind(content.get('x-event', content['schema']))}"
+        f"{escape(media)}: {_kind(content['schema'])}"
         for media, content in response.get("content", {}).items()
     ]
     return f"<tr><td>{status}<td>{'<br>'.join(bodies)}<td>{escape(response['description'])}</tr>"
@@ -109,6 +109,8 @@ def _kind(schema: dict[str, Any]) -> str:
         return f'<a href="#{name}">{name}</a>'
     if options := schema.get("anyOf"):
         return " or ".join(_kind(option) for option in options)
+    if data := schema.get("properties", {}).get("data"):
+        return f"events of {_kind(data['contentSchema'])}"
     if "enum" in schema or "const" in schema:
         return ", ".join(f"<code>{escape(json.dumps(value))}</code>" for value in schema.get("enum", [schema.get("const")]))
     kind = escape(str(schema.get("type", "anything")))

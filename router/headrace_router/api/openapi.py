@@ -132,15 +132,20 @@ def _reply(route: Route, schemas: _Schemas) -> dict[str, Any]:
         content[route.media] = {"schema": schemas.of(route.reply)}
     description = "the answer"
     if route.events is not None:
-        event = schemas.of(route.events)
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": event}
+        content["text/event-stream"] = {"schema": _events(route, schemas)}
         end = "; the last one is [DONE]" if is_openai(route.path) else ""
-        kind = f"events whose data are each a {event['$ref'].rsplit('/', 1)[1]}{end}"
-        description = f"{description}; with `stream` {kind}" if route.reply is not None else kind
+        description = f"{description}; with `stream` events{end}" if route.reply is not None else f"events{end}"
     made: dict[str, Any] = {"description": description, "headers": _headers(route, "request_id")}
     if content:
         made["content"] = content
     return made
+
+
+def _events(route: Route, schemas: _Schemas) -> dict[str, Any]:
+    """One event of a stream; the data of the last one may be an error's."""
+    kinds = [schemas.of(route.events), schemas.of(OpenAIError if is_openai(route.path) else NativeError)]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _errors(route: Route, openai: bool, schemas: _Schemas) -> dict[str, Any]:
