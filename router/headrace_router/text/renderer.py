@@ -105,7 +105,7 @@ class ChatRenderer:
         more = marks.mark(variables, named.control)
         if turn == "continue":
             marked[-1]["content"] = marks.cut_behind(marked[-1]["content"])
-        text = named.template.render(marked, add_generation_prompt=turn == "new", **more)
+        text = named.template.render(marked, turn == "new", **more)
         if turn == "continue":
             text = marks.cut(text)
         return Rendered(marks.parts(text, named.control))

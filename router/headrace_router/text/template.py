@@ -154,8 +154,9 @@ class ChatTemplate:
         """Does the source hold `word`?"""
         return word in self._source
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt text of a conversation. `messages` are changed if the template manages to: pass a copy.
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, /, **variables: Any) -> str:
+        """The prompt text of a conversation. `messages` are changed if the template manages to: pass a copy. `variables`
+        may have any names; those of the other arguments are taken.
 
         Raises:
             TemplateError: the template refused the conversation, failed, or did not come to an end.

@@ -116,6 +116,12 @@ def test_long_messages_are_no_reason_to_stop() -> None:
     assert ChatTemplate(source, {}).render(chat) == expected
 
 
+def test_variables_have_any_names() -> None:
+    source = "{{ self_ }}{{ messages | length }}{{ add_generation_prompt }}{{ context }}{{ tools }}"
+    more = {"self": 1, "messages": 2, "add_generation_prompt": 3, "context": 4, "self_": 5, "tools": 6, "a-b": 7, "": 8}
+    assert ChatTemplate(source, {}).render([], True, **more) == "50True46"
+
+
 def test_a_template_that_does_not_compile() -> None:
     with pytest.raises(TemplateError, match="compiled"):
         ChatTemplate("{% if", {})
