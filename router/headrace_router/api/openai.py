@@ -66,7 +66,8 @@ async def _answer(
             ends: list[End] = []
 
             def frames(index: int, token: Token) -> bytes:
-                ends.extend(_ended(ticket, prepared, [(index, token)]))
+                if token.end is not None:
+                    ends.extend(_ended(ticket, prepared, [(index, token)]))
                 return replies.frames(index, token)
 
             events = await sse.open_stream(request, headers)

@@ -78,9 +78,11 @@ class Marks:
         self._start, self._end, self._cut = free[:3]
 
     def mark(self, value: Any, control: re.Pattern[str]) -> Any:
-        """A copy of a JSON value with marks around every control token in it, but in a role."""
+        """A JSON value with marks around every control token in it, but in a role; a copy if there are any."""
+        if not self._needed:
+            return value
         around = rf"{self._start}\g<0>{self._end}"
-        return _each_text(value, lambda text: control.sub(around, text) if self._needed else text)
+        return _each_text(value, lambda text: control.sub(around, text))
 
     def cut_behind(self, content: Any) -> Any:
         """The content, a text or a list of parts, with a mark behind its text and a space that shows if it is stripped.
@@ -90,10 +92,9 @@ class Marks:
         """
         if isinstance(content, str):
             return f"{content}{self._cut} "
-        for part in reversed(content):
-            if "text" in part:
-                part["text"] = f"{part['text']}{self._cut} "
-                return content
+        for at in reversed(range(len(content))):
+            if "text" in (part := content[at]):
+                return [*content[:at], {**part, "text": f"{part['text']}{self._cut} "}, *content[at + 1 :]]
         raise TemplateError("Template error: the last assistant message has no text to go on from")
 
     def cut(self, rendered: str) -> str:
