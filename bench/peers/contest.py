@@ -11,8 +11,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -21,8 +21,8 @@ from bench.peers import roofline
 from bench.peers.candidates import KV_TOKENS, Candidate, threads
 from bench.peers.environments import Unavailable, say
 from bench.peers.models import Models
-from bench.peers.rows import BUSY, FLOAT32, HEADRACE, OWN, SHARDS, Measured, needed
-from bench.peers.servers import Server, memory_mb, processes
+from bench.peers.rows import BUSY, FLOAT32, HEADRACE, SHARDS, Measured, needed
+from bench.peers.servers import Server, Start, memory_mb, processes
 from bench.peers.workloads import Invalid, Rates, Workload, answer, ask
 from headrace._common.tokenizing import Tokenizer
 from tests.processes import Service
@@ -38,12 +38,13 @@ _FLAGS = {
 
 @dataclass
 class Contestant:
-    """A running server."""
+    """A running server. `stop` ends it, once."""
 
     name: str
     url: str
     pid: int
     ignore_eos: bool
+    stop: Callable[[], object]
 
 
 @dataclass
@@ -88,49 +89,59 @@ def _start(
     peers: Sequence[Candidate],
 ) -> dict[str, Contestant]:
     """Everything that runs, warmed up, by name. Peers that cannot be had are recorded; without Headrace there is no contest."""
-    running = {}
-    starts = [peer for peer in peers if peer.name in wanted]
-    ready = []
-    for peer in starts:  # installations before the first server starts
-        try:
-            ready.append((peer, peer.prepare(models)))
-        except Unavailable as error:
-            contest.unavailable[peer.name] = str(error)
-            say(f"{peer.name} is not available: {error}")
-    for name in OWN:
-        if name in wanted and name in _FLAGS:
-            began = time.monotonic()
-            service = Service(*_FLAGS[name], "--max-batch-total-tokens", str(KV_TOKENS))
-            stack.callback(service.stop)
-            service.wait_ready()
-            contest.servers[name] = {"start_s": round(time.monotonic() - began, 1)}
-            running[name] = Contestant(name, service.url, service.popen.pid, False)
-    for peer, start in ready:
-        say(f"starting {peer.name}")
-        server = Server(start)
-        stack.callback(server.stop)
-        try:
-            seconds = server.wait_ready()
-        except Unavailable as error:
-            contest.unavailable[peer.name] = str(error)
-            say(f"{peer.name} is not available: {error}")
-            server.stop()
-            continue
-        contest.servers[peer.name] = {"start_s": round(seconds, 1), "weights": peer.weights, "note": peer.note}
-        running[peer.name] = Contestant(peer.name, server.url, server.pid, peer.ignore_eos)
+    starts = {}
+    for peer in peers:  # all that has to be installed is, before the first server starts
+        if peer.name in wanted:
+            with _recorded(contest, peer.name):
+                starts[peer] = peer.prepare(models)
+    running = {name: _start_own(contest, stack, name) for name in _FLAGS if name in wanted}
+    for peer, start in starts.items():
+        with _recorded(contest, peer.name):
+            running[peer.name] = _start_peer(contest, stack, peer, start)
     prompts, sample = WARM_UP.prompts(tokenizer, ""), tokenizer.encode(SAMPLE_PROMPT)
     for name, contestant in list(running.items()):
-        try:
+        with _recorded(contest, name):
             ask(contestant.url, WARM_UP, prompts, contestant.ignore_eos)
             contest.servers[name]["answer"] = answer(contestant.url, sample, SAMPLE_TOKENS, contestant.ignore_eos)
-        except Invalid as error:
-            contest.unavailable[name] = str(error)
-            say(f"{name} is not available: {error}")
-            del running[name]
+        if name in contest.unavailable:
+            running.pop(name).stop()
     if BUSY in wanted and HEADRACE in running:
-        running[BUSY] = Contestant(BUSY, running[HEADRACE].url, running[HEADRACE].pid, False)
+        running[BUSY] = replace(running[HEADRACE], name=BUSY)
         contest.servers[BUSY] = {}
     return running
+
+
+@contextlib.contextmanager
+def _recorded(contest: Contest, name: str) -> Iterator[None]:
+    """Make a note of why a server cannot take part, and go on without it."""
+    try:
+        yield
+    except (Unavailable, Invalid) as error:
+        contest.unavailable[name] = str(error)
+        say(f"{name} is not available: {error}")
+
+
+def _start_own(contest: Contest, stack: contextlib.ExitStack, name: str) -> Contestant:
+    say(f"starting {name}")
+    began = time.monotonic()
+    service = Service(*_FLAGS[name], "--max-batch-total-tokens", str(KV_TOKENS))
+    stack.callback(service.stop)
+    service.wait_ready()
+    contest.servers[name] = {"start_s": round(time.monotonic() - began, 1)}
+    return Contestant(name, service.url, service.popen.pid, False, service.stop)
+
+
+def _start_peer(contest: Contest, stack: contextlib.ExitStack, peer: Candidate, start: Start) -> Contestant:
+    say(f"starting {peer.name}")
+    server = Server(start)
+    stack.callback(server.stop)
+    try:
+        seconds = server.wait_ready()
+    except Unavailable:
+        server.stop()
+        raise
+    contest.servers[peer.name] = {"start_s": round(seconds, 1), "weights": peer.weights, "note": peer.note}
+    return Contestant(peer.name, server.url, server.pid, peer.ignore_eos, server.stop)
 
 
 def _measure(contest: Contest, contestant: Contestant, workload: Workload, prompts: Sequence[list[int]]) -> Rates | None:

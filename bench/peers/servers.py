@@ -75,7 +75,9 @@ class Server:
         return self._popen.pid
 
     def stop(self) -> None:
-        """End it and every process that it started."""
+        """End it and every process that it started. Again: nothing."""
+        if self._popen.returncode is not None and not self._folder.exists():
+            return
         members = processes(self.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGTERM)
