@@ -18,6 +18,7 @@ from bench.peers.servers import Start
 LLAMA_SOURCE = "llama-cpp-python==0.3.36"  # its source distribution has all of llama.cpp, servers included
 KV_TOKENS = 16384  # that a server has room for: 32 requests of 256 tokens, with some to spare
 SEQUENCES = 32
+SEQUENCE_TOKENS = 2048  # of each, where a server wants to know; its attention is faster over caches of their own
 _WRAPPED = "HTTP added by the benchmark"
 _TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 
@@ -51,7 +52,7 @@ def _llama_cpp(kind: str) -> Candidate:
         n = str(threads())
         return Start((
             str(tools / "llama-server"), "-m", str(file), "--host", "127.0.0.1", "--port", "{port}", "-t", n, "-tb", n,
-            "-np", str(SEQUENCES), "-c", str(KV_TOKENS), "--kv-unified", "--no-webui", "--cache-ram", "0",
+            "-np", str(SEQUENCES), "-c", str(SEQUENCES * SEQUENCE_TOKENS), "--no-kv-unified", "--no-webui", "--cache-ram", "0",
         ))
 
     weights = "float32" if kind == "F32" else kind.lower()

@@ -73,6 +73,10 @@ def install(peers: Sequence[Candidate]) -> int:
     """Prepare everything that these peers need. Exit status 1 if one cannot be had."""
     models = Models()
     status = 0
+    try:
+        environments.ensure("plot")
+    except Unavailable as error:
+        say(f"no plot: {error}")
     for peer in peers:
         try:
             peer.prepare(models)

@@ -22,6 +22,7 @@ from bench.peers.environments import Unavailable, last_words, own_environment
 from tests.processes import free_port
 
 STOP_SECONDS = 10.0
+LEAST_MEMORY = 3e9  # bytes that must be free before a server starts
 _POLL = 0.05
 
 
@@ -39,7 +40,14 @@ class Server:
     """A running server."""
 
     def __init__(self, start: Start) -> None:
-        """Start it; `wait_ready` waits."""
+        """Start it; `wait_ready` waits.
+
+        Raises:
+            Unavailable: too little memory is free; a machine that swaps measures nothing.
+        """
+        free = psutil.virtual_memory().available
+        if free < LEAST_MEMORY:
+            raise Unavailable(f"only {free / 1e9:.1f} GB of memory are free")
         self._start = start
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-bench-"))
         port = free_port()
