@@ -139,7 +139,7 @@ def ratio_figures(measured: Measured, groups: Sequence[str], peers: Sequence[Can
         other = measured.best(others, row.column)
         if other is None or measured.median(row.ours, row.column) is None:
             continue
-        name = row.name if row.other or len(others) == 1 else f"{row.name} ({other})"
+        name = f"{row.name} ({other})" if "best" in row.against else row.name
         if ratios := _paired(measured.values(row.ours, row.column), measured.values(other, row.column)):
             figures.append(Figure(name, "x", median(ratios), at_least=row.at_least, samples=tuple(ratios)))
     return figures
