@@ -3,7 +3,7 @@
 Every peer is installed into an environment of its own under the cache folder ($HEADRACE_CACHE, else ~/.cache/headrace);
 one that cannot be had is named with the reason, and the run goes on. All serve the same model, over HTTP, with all
 cores; they take turns, round after round. A full run (about an hour) writes peers.json, peers.md and peers.svg into
-bench/results; one with --quick, --peers or --only prints its tables alone.
+bench/results; one that is stopped earlier, or has --quick, --peers or --only, prints its tables alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.figures import RESULTS, Result, recorded, table
-from bench.peers import contest, environments, report
+from bench.peers import environments, report
 from bench.peers.candidates import PEERS, Candidate
+from bench.peers.contest import Contest, Stopped, raise_stopped, run
 from bench.peers.environments import Unavailable, say
 from bench.peers.models import Models
 from bench.peers.rows import GROUPS
@@ -45,15 +46,20 @@ def main(arguments: Sequence[str]) -> int:
     rounds = given.runs if given.runs is not None else 1 if given.quick else ROUNDS
     if rounds < 1:
         parser.error("--runs must be at least 1")
-    signal.signal(signal.SIGTERM, contest.raise_on_sigterm)
+    signal.signal(signal.SIGTERM, raise_stopped)
     if given.install:
         return install(peers)
     before = recorded("peers")
-    found = contest.run(groups, peers, rounds, given.quick)
+    found, whole = Contest(), False
+    try:
+        run(found, groups, peers, rounds, given.quick)
+        whole = not (given.quick or given.peers or given.only)
+    except (KeyboardInterrupt, Stopped):
+        say(f"stopped in round {len(found.measured.bandwidth)} of {rounds}")
     result = report.result(found, groups, peers, rounds, given.quick)
     print(report.markdown(result.to_json()))
     print(table(result.figures, before))
-    folder = given.out or (None if given.quick or given.peers or given.only else RESULTS)
+    folder = given.out or (RESULTS if whole else None)
     if folder is not None:
         write(result, folder)
     return 0 if all(figure.met for figure in result.figures) else 1

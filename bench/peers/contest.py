@@ -7,7 +7,6 @@ other processes used during each measurement is recorded, and should be next to 
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import time
@@ -58,9 +57,12 @@ class Contest:
     step_bytes: dict[str, float] = field(default_factory=dict)
 
 
-def run(groups: Sequence[str], peers: Sequence[Candidate], rounds: int, quick: bool) -> Contest:
-    """Start what is needed, measure `rounds` rounds, stop everything."""
-    contest = Contest()
+class Stopped(SystemExit):  # which event loops let through
+    """The process was told to stop."""
+
+
+def run(contest: Contest, groups: Sequence[str], peers: Sequence[Candidate], rounds: int, quick: bool) -> None:
+    """Start what is needed, measure `rounds` rounds into `contest`, stop everything. An interrupted run leaves what it has."""
     models = Models()
     tokenizer = Tokenizer(models.source / "tokenizer.json")
     plan = needed(groups, peers)
@@ -79,9 +81,8 @@ def run(groups: Sequence[str], peers: Sequence[Candidate], rounds: int, quick: b
                     label = f"{turn} {BUSY}" if name == BUSY else f"{turn}"  # its server has seen the prompts of the quiet one
                     prompts = asked.prompts(tokenizer, label)
                     contest.measured.add(name, workload, _measure(contest, running[name], asked, prompts))
-        for name, contestant in running.items():
-            contest.servers[name]["memory_mb"] = round(memory_mb(contestant.pid))
-    return contest
+            for name, contestant in running.items():
+                contest.servers[name]["memory_mb"] = round(memory_mb(contestant.pid))
 
 
 def _start(
@@ -197,6 +198,6 @@ def _rotated(names: list[str], turn: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def raise_on_sigterm(*_: object) -> None:
+def raise_stopped(*_: object) -> None:
     """A signal handler that lets everything be stopped in order."""
-    raise SystemExit(f"stopped (process {os.getpid()})")
+    raise Stopped

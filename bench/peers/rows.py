@@ -146,8 +146,8 @@ def ratio_figures(measured: Measured, groups: Sequence[str], peers: Sequence[Can
 
 
 def _paired(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
-    """Ratios of the rounds in which both are valid."""
-    return [a / b for a, b in zip(ours, theirs, strict=True) if a is not None and b]
+    """Ratios of the rounds in which both are valid; a run that was stopped has one more of some."""
+    return [a / b for a, b in zip(ours, theirs, strict=False) if a is not None and b]
 
 
 def roofline_figures(measured: Measured, step_bytes: dict[str, float], columns: Sequence[Column] = COLUMNS) -> list[Figure]:

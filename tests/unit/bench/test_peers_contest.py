@@ -65,7 +65,8 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         Candidate("broken", "openvino", "int8", lambda models: Start((sys.executable, "-c", "raise SystemExit('an error')"))),
     ]
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    found = contest.run(["one-stream"], peers, 2, quick=True)
+    found = Contest()
+    contest.run(found, ["one-stream"], peers, 2, quick=True)
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
     assert found.unavailable["missing"] == "no wheel for this machine"
     assert "an error" in found.unavailable["broken"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from bench.peers import command
 from bench.peers.candidates import PEERS
-from bench.peers.contest import Contest
+from bench.peers.contest import Contest, Stopped
 from bench.peers.report import markdown, result
 from bench.peers.rows import GROUPS, HEADRACE
 from bench.peers.workloads import EIGHT, ONE, Rates
@@ -59,3 +60,22 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         command.main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Stopped])
+def test_a_run_that_is_stopped_prints_what_it_has(
+    stop: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(contest: Contest, *_: object) -> None:
+        vars(contest).update(vars(found()))
+        contest.measured.add(HEADRACE, ONE, Rates(100, 200, None))
+        raise stop
+
+    monkeypatch.setattr("bench.peers.command.run", run)
+    monkeypatch.setattr("bench.peers.command.RESULTS", tmp_path)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    command.main([])
+    out, err = capsys.readouterr()
+    assert "stopped in round 3 of 5" in err
+    assert "| llama.cpp Q4_1 | 80 | 70 | – |" in out
+    assert list(tmp_path.iterdir()) == []
