@@ -82,7 +82,8 @@ def run(contest: Contest, groups: Sequence[str], peers: Sequence[Candidate], rou
                     prompts = asked.prompts(tokenizer, label)
                     contest.measured.add(name, workload, _measure(contest, running[name], asked, prompts))
             for name, contestant in running.items():
-                contest.servers[name]["memory_mb"] = round(memory_mb(contestant.pid))
+                if memory := memory_mb(contestant.pid):  # it may have died
+                    contest.servers[name]["memory_mb"] = round(memory)
 
 
 def _start(

@@ -11,6 +11,8 @@ from bench.peers.contest import Contest
 from bench.peers.rows import COLUMNS, OWN, ratio_figures, roofline_figures
 from bench.stats import median
 
+DOUBTFUL_CORES = 0.1  # used by other processes during a measurement, above which it says little
+
 
 def result(contest: Contest, groups: Sequence[str], peers: Sequence[Candidate], rounds: int, quick: bool) -> Result:
     """The record."""
@@ -52,6 +54,11 @@ def markdown(record: dict[str, Any]) -> str:
     lines += [_line([f["name"], f"{f['measured']:.2f}", f["target"] or "–"]) for f in record["figures"]]
     if details["unavailable"]:
         lines += ["", "Not measured: " + "; ".join(f"{name} ({why})" for name, why in details["unavailable"].items()) + "."]
+    if details["invalid"]:
+        lines += ["", "Does not count: " + "; ".join(details["invalid"]) + "."]
+    others = {name: server.get("most_other_cpu", 0.0) for name, server in details["servers"].items()}
+    if doubtful := [f"{name} ({cores:g})" for name, cores in others.items() if cores > DOUBTFUL_CORES]:
+        lines += ["", f"Doubtful, since other processes used the CPU meanwhile (cores): {', '.join(doubtful)}."]
     return "\n".join(lines) + "\n"
 
 

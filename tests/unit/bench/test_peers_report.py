@@ -22,7 +22,10 @@ def found() -> Contest:
         contest.measured.add(HEADRACE, ONE, Rates(rate - 30, rate, None))
         contest.measured.add("llama.cpp Q4_1", ONE, Rates(rate / 2 - 10, rate / 2, None))
         contest.measured.add("llama.cpp Q4_1", EIGHT, None)
-    contest.servers = {HEADRACE: {"memory_mb": 400}, "llama.cpp Q4_1": {"note": "the same file as Headrace"}}
+    contest.servers = {
+        HEADRACE: {"memory_mb": 400, "most_other_cpu": 0.02}, "llama.cpp Q4_1": {"note": "same file", "most_other_cpu": 0.5},
+    }
+    contest.invalid = ["llama.cpp Q4_1, 8 streams: status 500"]
     return contest
 
 
@@ -46,6 +49,8 @@ def test_tables() -> None:
     assert "| llama.cpp Q4_1 | 80 | 70 | – |" in text
     assert "| 1 stream, decode / llama.cpp, same file | 2.00 | >= 2 |" in text
     assert "Not measured: vLLM fp32 (no wheel)." in text
+    assert "Does not count: llama.cpp Q4_1, 8 streams: status 500." in text
+    assert "Doubtful, since other processes used the CPU meanwhile (cores): llama.cpp Q4_1 (0.5)." in text
 
 
 @pytest.mark.parametrize(
