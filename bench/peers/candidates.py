@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.peers import environments
@@ -74,7 +74,8 @@ def _ctranslate2(models: Models) -> Start:
 
 
 def _transformers(models: Models) -> Start:
-    return _wrapped(environments.ensure("transformers").python, "transformers_server", models.safetensors(), models)
+    start = _wrapped(environments.ensure("transformers").python, "transformers_server", models.safetensors(), models)
+    return replace(start, env={"OMP_WAIT_POLICY": "PASSIVE"})  # threads that spin starve the HTTP server and the client
 
 
 def _wrapped(python: Path, module: str, model: Path, models: Models) -> Start:
