@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     print(report.markdown(result.to_json()))
     print(table(result.figures, before))
     folder = given.out or (RESULTS if whole else None)
-    if folder is not None:
+    if folder is not None and result.details["tokens_per_s"]:
         write(result, folder)
     return 0 if all(figure.met for figure in result.figures) else 1
 
