@@ -10,7 +10,7 @@ from aiohttp import web
 
 from headrace._common.errors import GenerationFailed, HeadraceError
 from headrace_router import sse
-from headrace_router.api import admin, native, openai
+from headrace_router.api import admin, clouds, native, openai, tokens
 from headrace_router.api.caller import CALLER, identify
 from headrace_router.api.errors import answer, event, from_http
 from headrace_router.service import SERVICE, Service
@@ -64,8 +64,11 @@ def make_app(service: Service) -> web.Application:
         web.post("/", native.compat),
         web.post("/generate", native.generate),
         web.post("/generate_stream", native.generate_stream),
-        web.post("/tokenize", native.tokenize),
-        web.post("/chat_tokenize", openai.chat_tokenize),
+        web.post("/invocations", clouds.invocations),
+        web.post("/vertex", clouds.vertex),
+        web.post("/tokenize", tokens.tokenize),
+        web.post("/detokenize", tokens.detokenize),
+        web.post("/chat_tokenize", tokens.chat_tokenize),
         web.post("/v1/chat/completions", openai.chat_completions),
         web.post("/v1/completions", openai.completions),
         web.get("/", admin.health),
@@ -75,5 +78,6 @@ def make_app(service: Service) -> web.Application:
         web.get("/info", admin.info),
         web.get("/metrics", admin.metrics),
         web.get("/v1/models", admin.models),
+        web.get("/v1/models/{model:.+}", admin.model),
     ])
     return app

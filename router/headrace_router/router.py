@@ -44,7 +44,7 @@ class Router:
             raise StartupError("--model-folder and --shard-target are needed")
         self._settings = settings
         self._folder = ModelFolder.open(settings.model_folder)
-        self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path)
+        self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path, settings.normalize)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:

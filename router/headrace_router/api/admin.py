@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 import headrace
-from headrace._common.errors import Unhealthy
+from headrace._common.errors import ModelNotFound, Unhealthy
 from headrace_router import metrics as metrics_text
-from headrace_router.service import SERVICE
+from headrace_router.service import SERVICE, Service
 
 
 async def health(request: web.Request) -> web.Response:
@@ -45,11 +48,44 @@ async def info(request: web.Request) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
+class ModelOut(Struct, kw_only=True):
+    """OpenAI's object of a model, with vLLM's `max_model_len`: the window in tokens."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str
+    max_model_len: int
+
+
+class ModelsOut(Struct, kw_only=True):
+    """OpenAI's list of models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelOut]
+
+
+def _model(service: Service) -> ModelOut:
+    name = service.model_name
+    return ModelOut(id=name, owned_by=name, max_model_len=service.limits.max_total_tokens)
+
+
 async def models(request: web.Request) -> web.Response:
     """The one model, in OpenAI's list."""
-    name = request.app[SERVICE].model_name
-    body = {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": name}]}
+    body = ModelsOut(data=[_model(request.app[SERVICE])])
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+async def model(request: web.Request) -> web.Response:
+    """The model by its name.
+
+    Raises:
+        ModelNotFound: it is not the one that is served.
+    """
+    service, name = request.app[SERVICE], request.match_info["model"]
+    if name != service.model_name:
+        raise ModelNotFound(f"the model `{name[:200]}` does not exist; `{service.model_name}` is served")
+    return web.Response(body=msgspec.json.encode(_model(service)), content_type="application/json")
 
 
 async def metrics(request: web.Request) -> web.Response:
