@@ -34,7 +34,7 @@ from headrace_shard.calls import BatchTable, Call
 from headrace_shard.kv.blocks import BlockManager
 from headrace_shard.parallel.group import GroupBroken, Trouble
 from headrace_shard.requests import EOS_TOKEN, ERROR, LENGTH, STOP_TOKEN, Detail, StepResult, Timings
-from headrace_shard.sampling.sampler import Choice, Row, choose
+from headrace_shard.sampling.sampler import Choice, Row, choose, most_likely
 from headrace_shard.scheduler import Plan, Scheduler
 from headrace_shard.step import StepInput
 
@@ -253,7 +253,10 @@ class Executor:
             rows = logits[part.at : part.at + part.count]
             tokens = self._rows.tokens[part.slot, part.start + 1 : part.start + 1 + part.count].astype(np.int64)
             picked = rows.gather(1, torch.from_numpy(tokens).to(rows.device)[:, None])[:, 0]
-            self._rows.prompt_scores[part.slot] += (picked - rows.logsumexp(-1)).tolist()
+            log_total = rows.logsumexp(-1)
+            self._rows.prompt_scores[part.slot] += (picked - log_total).tolist()
+            if count := self._rows.request(part.slot).prompt_top_n:
+                self._rows.prompt_top[part.slot] += most_likely(rows, log_total, count)
 
     def _finish(self, plan: Plan, choice: Choice) -> None:
         """Append the tokens to their rows, write the batches' results, free what has ended."""
@@ -298,6 +301,8 @@ class Executor:
         if request.prompt_logprobs and generated == 1:
             scores = [math.nan, *rows.prompt_scores[slot]]
             detail.prompt_logprobs = (rows.tokens[slot, :prompt].tolist(), scores)
+            if request.prompt_top_n:
+                detail.prompt_top = [([], []), *rows.prompt_top[slot]]
         if reason == ERROR:
             detail.token, detail.generated_tokens = None, generated - 1
             detail.message = "the model's logits are not finite numbers"

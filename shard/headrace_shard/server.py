@@ -30,6 +30,7 @@ from headrace_shard.loading import Loaded, load
 from headrace_shard.parallel.group import GroupBroken, Trouble
 from headrace_shard.parallel.runner import Follower, Leader
 from headrace_shard.relay import Relay
+from headrace_shard.sampling.params import Watermark
 from headrace_shard.service import Deliveries, GenerationService
 from headrace_shard.settings import ShardSettings
 from headrace_shard.wire import RequestLimits, RequestReader
@@ -73,7 +74,10 @@ class LeadingRole:
             max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
             step_deadline=loaded.step_deadline,
         )
-        reader = RequestReader(RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab), tokenizer)
+        reader = RequestReader(
+            RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab), tokenizer,
+            Watermark(settings.watermark_gamma, settings.watermark_delta),
+        )
         self._service = GenerationService(
             self._executor, deliveries, reader, info(settings, folder, loaded), warmup(loaded)
         )
@@ -217,7 +221,8 @@ def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> pb.Inf
         vocab_size=loaded.model.vocab_size, eos_token_ids=folder.eos_token_ids,
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens, max_batch_size=loaded.rows,
         max_step_tokens=loaded.max_step_tokens, block_size=BLOCK_SIZE, blocks=limits.blocks,
-        features=["logprobs", "top_n_tokens", "prompt_logprobs", "resume"], contract_version=CONTRACT_VERSION,
+        features=["logprobs", "top_n_tokens", "prompt_logprobs", "prompt_top_n_tokens", "watermark", "resume"],
+        contract_version=CONTRACT_VERSION,
     )
 
 

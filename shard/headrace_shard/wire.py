@@ -13,7 +13,7 @@ from headrace._common.errors import InvalidRequest
 from headrace._common.tokenizing import Tokenizer
 from headrace.v1 import generation_pb2 as pb
 from headrace_shard import requests as rq
-from headrace_shard.sampling.params import SamplingParams
+from headrace_shard.sampling.params import SamplingParams, Watermark
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class RequestLimits:
 class RequestReader:
     """Validates request messages."""
 
-    def __init__(self, limits: RequestLimits, tokenizer: Tokenizer) -> None:
-        self._limits, self._tokenizer = limits, tokenizer
+    def __init__(self, limits: RequestLimits, tokenizer: Tokenizer, watermark: Watermark | None = None) -> None:
+        """`watermark`: what requests get that ask for one."""
+        self._limits, self._tokenizer, self._watermark = limits, tokenizer, watermark or Watermark()
 
     def read(self, message: pb.Request) -> rq.Request:
         """The request; text is tokenized here, so call it from a thread.
@@ -62,7 +63,9 @@ class RequestReader:
             id=message.id, tokens=tokens, generated=generated, max_new=max_new, params=self._sampling(message.sampling),
             min_new=stopping.min_new_tokens, priority=message.priority, ignore_eos=stopping.ignore_eos,
             stop_ids=frozenset(self._checked(stopping.stop_token_ids, "stop_token_ids").tolist()),
-            top_n=self._top_n(message.want), prompt_logprobs=message.want.prompt_logprobs,
+            top_n=self._top_n("top_n_tokens", message.want.top_n_tokens),
+            prompt_logprobs=message.want.prompt_logprobs,
+            prompt_top_n=self._top_n("prompt_top_n_tokens", message.want.prompt_top_n_tokens),
             detokenizer=self._detokenizer(tokens[prompt:].tolist()) if message.return_text else None,
         )
 
@@ -106,12 +109,10 @@ class RequestReader:
             )
         return max_new
 
-    def _top_n(self, want: pb.Want) -> int:
-        if want.top_n_tokens > self._limits.vocab_size:
-            raise InvalidRequest(
-                f"top_n_tokens {want.top_n_tokens} is more than the vocabulary's {self._limits.vocab_size}", "top_n_tokens"
-            )
-        return want.top_n_tokens
+    def _top_n(self, field: str, value: int) -> int:
+        if value > self._limits.vocab_size:
+            raise InvalidRequest(f"{field} {value} is more than the vocabulary's {self._limits.vocab_size}", field)
+        return value
 
     def _sampling(self, s: pb.Sampling) -> SamplingParams:
         def number(field: str, default: float, low: float, high: float, above: bool = False) -> float:
@@ -133,6 +134,7 @@ class RequestReader:
         sampled = s.do_sample if s.HasField("do_sample") else implied
         seed = s.seed if s.HasField("seed") else secrets.randbits(64)
         return SamplingParams(
+            watermark=self._watermark if s.watermark else None,
             repetition_penalty=number("repetition_penalty", 1.0, 0.0, 1e6, above=True),
             frequency_penalty=number("frequency_penalty", 0.0, -2.0, 2.0),
             presence_penalty=number("presence_penalty", 0.0, -2.0, 2.0),
@@ -183,3 +185,5 @@ def _add_detail(step: pb.Step, detail: rq.Detail) -> None:
     if detail.prompt_logprobs:
         message.prompt_logprobs.token_id.extend(detail.prompt_logprobs[0])
         message.prompt_logprobs.logprob.extend(detail.prompt_logprobs[1])
+        for ids, logprobs in detail.prompt_top:
+            message.prompt_logprobs.top.add(token_id=ids, logprob=logprobs)

@@ -52,6 +52,10 @@ class NotFound(HeadraceError):
     """An unknown batch, route or model."""
 
 
+class ModelNotFound(NotFound):
+    """The model that is asked about is not served."""
+
+
 class MethodNotAllowed(HeadraceError):
     """The route exists, for another HTTP method."""
 

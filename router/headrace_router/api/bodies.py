@@ -80,4 +80,4 @@ def refuse_given(**values: Any) -> None:
     """
     for field, value in values.items():
         if value:
-            raise InvalidRequest(f"`{field}` is not supported", field)
+            raise InvalidRequest(f"`{field}` is not supported", field, "unsupported_parameter")

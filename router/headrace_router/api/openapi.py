@@ -91,15 +91,22 @@ class _Schemas:
     """The components of all types, and references to them."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        types = [NativeError, OpenAIError]
-        types += [t for route in routes for t in (route.body, route.reply, route.events) if t is not None]
+        types: list[Any] = [NativeError, OpenAIError]
+        types += [t for route in routes for kind in (route.body, route.reply, route.events) for t in _alternatives(kind)]
         unique = list({repr(t): t for t in types}.values())
         made, self.components = msgspec.json.schema_components(unique, ref_template=REFERENCES)
         self._by_type = dict(zip((repr(t) for t in unique), made, strict=True))
 
     def of(self, kind: Any) -> dict[str, Any]:
-        """The schema of a type."""
-        return self._by_type[repr(kind)]
+        """The schema of a type, or of one of several."""
+        made = [self._by_type[repr(t)] for t in _alternatives(kind)]
+        return made[0] if len(made) == 1 else {"anyOf": made}
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    if kind is None:
+        return ()
+    return kind if isinstance(kind, tuple) else (kind,)
 
 
 def _path(route: Route) -> str:
