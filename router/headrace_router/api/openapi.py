@@ -133,8 +133,7 @@ def _reply(route: Route, schemas: _Schemas) -> dict[str, Any]:
     description = "the answer"
     if route.events is not None:
         content["text/event-stream"] = {"schema": _events(route, schemas)}
-        end = "; the last one is [DONE]" if is_openai(route.path) else ""
-        description = f"{description}; with `stream` events{end}" if route.reply is not None else f"events{end}"
+        description = f"{description}; with `stream`, events" if route.reply is not None else "events"
     made: dict[str, Any] = {"description": description, "headers": _headers(route, "request_id")}
     if content:
         made["content"] = content
@@ -142,9 +141,15 @@ def _reply(route: Route, schemas: _Schemas) -> dict[str, Any]:
 
 
 def _events(route: Route, schemas: _Schemas) -> dict[str, Any]:
-    """One event of a stream; the data of the last one may be an error's."""
-    kinds = [schemas.of(route.events), schemas.of(OpenAIError if is_openai(route.path) else NativeError)]
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+    """One event of a stream; the data of the last one may be an error's, or OpenAI's end mark."""
+    several = isinstance(route.events, tuple)  # APIs
+    openai = is_openai(route.path)
+    kinds = [schemas.of(route.events)]
+    kinds += [schemas.of(NativeError)] if several or not openai else []
+    kinds += [schemas.of(OpenAIError)] if several or openai else []
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+    if several or openai:
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
