@@ -121,7 +121,8 @@ async def test_the_best_choices_are_shown(server: Running, monkeypatch: pytest.M
     ({"logprobs": 6}, "logprobs"), ({"min_tokens": 17}, "min_tokens"), ({"min_tokens": -1}, "min_tokens"),
     ({"stop_token_ids": [400]}, "stop_token_ids"), ({"guided_regex": "a"}, "guided_regex"),
     ({"use_beam_search": True}, "use_beam_search"), ({"skip_special_tokens": False}, "skip_special_tokens"),
-    ({"typical_p": 1.5}, "typical_p"), ({"service_tier": "best"}, "service_tier"),
+    ({"typical_p": 1.5}, "typical_p"), ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"service_tier": "best"}, "service_tier"),
 ])
 async def test_refusals_name_the_parameter(server: Running, body: dict[str, Any], param: str) -> None:
     reply = await server.post("/v1/completions", {"prompt": "hello", **body})

@@ -54,13 +54,10 @@ def _check_offered(body: ChatBody) -> None:
     check_common(body)
     refuse_given(
         tools=body.tools, functions=body.functions, audio=body.audio, web_search_options=body.web_search_options,
-        chat_template=body.chat_template, modalities=set(body.modalities or ()) - {"text"},
+        chat_template=body.chat_template, echo=body.echo, modalities=set(body.modalities or ()) - {"text"},
         tool_choice=body.tool_choice if body.tool_choice not in ("none", "auto") else None,
         function_call=body.function_call if body.function_call not in ("none", "auto") else None,
     )
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        kind = str(body.response_format.get("type"))[:40]
-        raise InvalidRequest(f"`response_format` of the type {kind!r} is not supported, only `text`", "response_format")
 
 
 async def encode_chat(service: Service, body: Conversation, most: int | None = None) -> pool.ChatPrompt:

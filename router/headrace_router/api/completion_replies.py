@@ -87,11 +87,13 @@ class CompletionReplies(Replies):
         )
 
     def _alternatives(self, token: Token | PromptToken) -> dict[str, float] | None:
-        """The most likely tokens, and the token itself if it is none of them."""
+        """The most likely tokens, and after them the token itself if it is none of them."""
         if token.logprob is None:
             return None
-        ranked = [*(token.top or ()), TopToken(token.id, token.logprob)]
-        return {openai_token(self.tokenizer, t.id): t.logprob for t in reversed(ranked)}
+        made: dict[str, float] = {}
+        for t in (*(token.top or ()), TopToken(token.id, token.logprob)):
+            made.setdefault(openai_token(self.tokenizer, t.id), t.logprob)
+        return made
 
 
 def _joined(

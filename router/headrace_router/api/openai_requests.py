@@ -77,6 +77,9 @@ def check_common(body: CommonBody) -> None:
     """
     refuse_given(**{field: getattr(body, field) for field in Refused.__struct_fields__})
     refuse_given(skip_special_tokens=body.skip_special_tokens is False)
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        kind = str(body.response_format.get("type"))[:40]
+        raise InvalidRequest(f"`response_format` of the type {kind!r} is not supported, only `text`", "response_format")
     options = body.stream_options
     if options is not None and not body.stream:
         raise InvalidRequest("`stream_options` is only allowed when `stream` is true", "stream_options")

@@ -99,6 +99,7 @@ class CommonBody(Refused, kw_only=True):
     service_tier: ServiceTier | None = None
     n: int | None = None
     best_of: int | None = None
+    response_format: dict[str, Any] | None = None  # only the type text
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -143,7 +144,7 @@ class ChatBody(CommonBody, kw_only=True):
     tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
-    response_format: dict[str, Any] | None = None
+    echo: Any = None
     modalities: list[str] | None = None
     audio: Any = None
     web_search_options: Any = None
