@@ -51,6 +51,7 @@ class GenerateRequest:
     prompt_top_n_tokens: int = 0  # beside each token of the prompt, with prompt_logprobs
     tenant: Tenant = ANONYMOUS
     workload: str = "chat"  # one of tenants.CLASSES
+    deadline: float | None = None  # of time.perf_counter(): too late for anything
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 from aiohttp import web
-from msgspec import Struct
 
 import headrace
 from headrace._common.errors import ModelNotFound, Unhealthy
 from headrace_router import metrics as metrics_text
+from headrace_router.api.admin_types import Info, ModelOut, ModelsOut
 from headrace_router.service import SERVICE, Service
 
 
@@ -33,36 +31,19 @@ async def info(request: web.Request) -> web.Response:
     """TGI's /info, the limits of the batch, and what a worker must match."""
     service = request.app[SERVICE]
     settings, limits, shard = service.settings, service.limits, service.shard
-    body = {
-        "model_id": service.model_name, "model_sha": settings.model_sha, "model_dtype": shard.info.dtype,
-        "model_device_type": shard.info.device, "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": settings.max_concurrent_requests, "max_best_of": limits.max_best_of,
-        "max_stop_sequences": limits.max_stop_sequences, "max_top_n_tokens": limits.max_top_n_tokens,
-        "max_input_tokens": limits.max_input_tokens, "max_total_tokens": limits.max_total_tokens,
-        "max_batch_total_tokens": shard.capacity.max_batch_total_tokens, "max_batch_size": limits.max_batch_size,
-        "max_client_batch_size": limits.max_client_batch_size, "validation_workers": settings.validation_workers,
-        "world_size": shard.info.world_size, "block_size": shard.info.block_size,
-        "tokenizer_hash": service.tokenizer_hash, "weight_format": shard.info.quantization or shard.info.dtype,
-        "router": "headrace-router", "version": headrace.__version__, "sha": None, "docker_label": None,
-    }
+    body = Info(
+        model_id=service.model_name, model_sha=settings.model_sha, model_dtype=shard.info.dtype,
+        model_device_type=shard.info.device, model_pipeline_tag="text-generation",
+        max_concurrent_requests=settings.max_concurrent_requests, max_best_of=limits.max_best_of,
+        max_stop_sequences=limits.max_stop_sequences, max_top_n_tokens=limits.max_top_n_tokens,
+        max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens,
+        max_batch_total_tokens=shard.capacity.max_batch_total_tokens, max_batch_size=limits.max_batch_size,
+        max_client_batch_size=limits.max_client_batch_size, validation_workers=settings.validation_workers,
+        world_size=shard.info.world_size, block_size=shard.info.block_size, tokenizer_hash=service.tokenizer_hash,
+        weight_format=shard.info.quantization or shard.info.dtype, router="headrace-router",
+        version=headrace.__version__,
+    )
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
-
-
-class ModelOut(Struct, kw_only=True):
-    """OpenAI's object of a model, with vLLM's `max_model_len`: the window in tokens."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int = 0
-    owned_by: str
-    max_model_len: int
-
-
-class ModelsOut(Struct, kw_only=True):
-    """OpenAI's list of models."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelOut]
 
 
 def _model(service: Service) -> ModelOut:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
@@ -30,7 +32,7 @@ class _Shape(Struct):
 class VertexBody(Struct):
     """Body of /vertex: each instance is a body of / or of /v1/chat/completions."""
 
-    instances: list[msgspec.Raw]
+    instances: Annotated[list[msgspec.Raw], native_types.SomeOf]
 
 
 class Predictions(Struct):

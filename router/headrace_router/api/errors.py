@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ from headrace._common.errors import (
     MethodNotAllowed,
     ModelNotFound,
     NotFound,
+    RateLimited,
+    TooSlow,
     Unauthorized,
     mapping,
 )
@@ -41,6 +44,8 @@ def openai_body(error: HeadraceError) -> dict[str, Any]:
     code = error.code if isinstance(error, InvalidRequest) else None
     if isinstance(error, Unauthorized):
         code = "invalid_api_key"
+    elif isinstance(error, RateLimited):
+        code = "rate_limit_exceeded"
     elif isinstance(error, ModelNotFound):
         field, code = "model", "model_not_found"
     return {"error": {"message": str(error), "type": mapping(error).openai, "param": field, "code": code}}
@@ -54,9 +59,14 @@ def answer(path: str, error: HeadraceError) -> web.Response:
     else:
         status, body = row.http, native_body(error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    return web.Response(
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(math.ceil(error.retry_after), 1))
+    made = web.Response(
         body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers
     )
+    if isinstance(error, TooSlow):
+        made.force_close()  # what is left of the body is not waited for
+    return made
 
 
 def from_http(error: web.HTTPException) -> HeadraceError | None:

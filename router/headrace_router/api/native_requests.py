@@ -69,7 +69,7 @@ async def prepare(
         prompt=prompt, max_new_tokens=check_lengths(NATIVE, len(prompt), given.max_new_tokens, limits),
         sampling=settle(sampling, limits.vocab_size), stop=tuple(sorted(set(stop))), keep_stop=True, top_n_tokens=top_n,
         prompt_logprobs=bool(given.decoder_input_details),
-        tenant=caller.tenant, workload=caller.workload,
+        tenant=caller.tenant, workload=caller.workload, deadline=caller.deadline,
     )
     whole = full_text if given.return_full_text is None else given.return_full_text
     return Prepared(

@@ -13,6 +13,9 @@ from headrace_router.types import FinishReason
 UInt32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 UInt = Annotated[int, Meta(ge=0)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+# documented here, and refused by the rules of `validation` with TGI's words
+NotEmpty = Meta(extra_json_schema={"minLength": 1})
+SomeOf = Meta(extra_json_schema={"minItems": 1})
 
 
 class Parameters(Struct):
@@ -42,14 +45,14 @@ class Parameters(Struct):
 class GenerateBody(Struct):
     """Body of /generate and /generate_stream."""
 
-    inputs: str
+    inputs: Annotated[str, NotEmpty]
     parameters: Parameters | None = None
 
 
 class CompatBody(Struct):
     """Body of /. Several inputs get an answer each."""
 
-    inputs: str | list[str]
+    inputs: Annotated[str, NotEmpty] | Annotated[list[Annotated[str, NotEmpty]], SomeOf]
     parameters: Parameters | None = None
     stream: bool | None = None
 

@@ -136,13 +136,15 @@ def choices_of(body: CommonBody, limits: Limits) -> tuple[int, int]:
 
 
 def workload_of(body: CommonBody, caller: Caller) -> str:
-    """The workload class: `service_tier` flex and a `priority` above 0 wait for others, `service_tier` priority and a
-    `priority` below 0 (vLLM: lower comes first) do not; everything else leaves it to the caller's own.
+    """The workload class, of those that the caller may use: `service_tier` flex and a `priority` above 0 wait for others,
+    `service_tier` priority and a `priority` below 0 (vLLM: lower comes first) do not; everything else leaves it to the
+    caller's own.
     """
+    allowed = [workload for workload in CLASSES if workload in caller.tenant.classes]
     if body.service_tier == "flex" or (body.priority or 0) > 0:
-        return CLASSES[-1]
+        return allowed[-1]
     if body.service_tier == "priority" or (body.priority or 0) < 0:
-        return CLASSES[0]
+        return allowed[0]
     return caller.workload
 
 
@@ -174,6 +176,7 @@ def make_requests(
             stop_token_ids=tuple(sorted(set(stop_ids))), min_new_tokens=body.min_tokens or 0,
             ignore_eos=bool(body.ignore_eos), top_n_tokens=top_n, prompt_logprobs=prompt_top_n is not None,
             prompt_top_n_tokens=prompt_top_n or 0, tenant=caller.tenant, workload=workload_of(body, caller),
+            deadline=caller.deadline,
         )
         made += spread(request, best_of)
     return made

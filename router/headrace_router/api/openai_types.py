@@ -6,10 +6,12 @@ and meanings (https://docs.vllm.ai/en/latest/serving/openai_compatible_server.ht
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+
+from headrace_router.api.native_types import NotEmpty, SomeOf
 
 
 class StreamOptions(Struct):
@@ -116,7 +118,7 @@ class Conversation(Protocol):
 class ChatPrompt(Struct, kw_only=True):
     """A conversation by itself: body of /chat_tokenize."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], SomeOf]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -127,7 +129,7 @@ class ChatPrompt(Struct, kw_only=True):
 class ChatBody(CommonBody, kw_only=True):
     """Body of /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], SomeOf]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -152,7 +154,7 @@ class ChatBody(CommonBody, kw_only=True):
 class CompletionBody(CommonBody, kw_only=True):
     """Body of /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Annotated[str, NotEmpty] | Annotated[list[str | int | list[int]], SomeOf]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None

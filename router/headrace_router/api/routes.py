@@ -1,0 +1,122 @@
+"""Every route: who answers, and what goes in and comes out. The application and the OpenAPI document are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from headrace._common.errors import (
+    BodyTooLarge,
+    DeadlineExceeded,
+    Forbidden,
+    GenerationFailed,
+    HeadraceError,
+    Incomplete,
+    InvalidRequest,
+    MalformedBody,
+    ModelNotFound,
+    Overloaded,
+    QueueFull,
+    RateLimited,
+    TemplateError,
+    TooSlow,
+    Unauthorized,
+    Unhealthy,
+    UnsupportedMediaType,
+)
+from headrace_router.api import admin, admin_types, clouds, docs, native, native_types, openai, openai_types, tokens
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+BODY_ERRORS: tuple[type[HeadraceError], ...] = (
+    MalformedBody, UnsupportedMediaType, BodyTooLarge, TooSlow, InvalidRequest, Unauthorized, Forbidden, RateLimited,
+)
+RUN_ERRORS: tuple[type[HeadraceError], ...] = (
+    *BODY_ERRORS, Overloaded, QueueFull, DeadlineExceeded, GenerationFailed, Incomplete, Unhealthy,
+)
+
+
+@dataclass(frozen=True)
+class Route:
+    """One method of one path. A POST route needs a key where keys are set; GET routes are open.
+
+    `body`, `reply` and `events` are types, or tuples of types that are possible.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: Any = None
+    reply: Any = None  # JSON of that kind; None: an answer without a body
+    events: Any = None  # what each Server-Sent Event holds, if the answer may be a stream
+    errors: tuple[type[HeadraceError], ...] = ()
+    media: str = "application/json"  # of the reply
+
+    @property
+    def keyed(self) -> bool:
+        """Does it need an API key where keys are set?"""
+        return self.method == "POST"
+
+
+ROUTES = (
+    Route(
+        "POST", "/generate", native.generate, "Generate text", native_types.GenerateBody, native_types.GenerateOut,
+        errors=RUN_ERRORS,
+    ),
+    Route(
+        "POST", "/generate_stream", native.generate_stream, "Generate text as a stream of tokens",
+        native_types.GenerateBody, events=native_types.StreamOut, errors=RUN_ERRORS,
+    ),
+    Route(
+        "POST", "/", native.compat, "Generate text, as a list of one or, with `stream`, as /generate_stream",
+        native_types.CompatBody, list[native_types.GenerateOut], native_types.StreamOut, RUN_ERRORS,
+    ),
+    Route(
+        "POST", "/invocations", clouds.invocations, "SageMaker's route: /, chat or completions, by the shape of the body",
+        (native_types.CompatBody, openai_types.ChatBody, openai_types.CompletionBody),
+        (list[native_types.GenerateOut], openai_types.ChatReply, openai_types.CompletionReply),
+        (native_types.StreamOut, openai_types.ChatChunk, openai_types.CompletionChunk), (*RUN_ERRORS, TemplateError),
+    ),
+    Route(
+        "POST", "/vertex", clouds.vertex, "Vertex AI's route: the texts of several instances", clouds.VertexBody,
+        clouds.Predictions, errors=(*RUN_ERRORS, TemplateError),
+    ),
+    Route(
+        "POST", "/tokenize", tokens.tokenize, "Tokens of a text or of a conversation", tokens.TokenizeBody,
+        (list[native_types.SimpleToken], tokens.Tokenized), errors=(*BODY_ERRORS, TemplateError),
+    ),
+    Route(
+        "POST", "/detokenize", tokens.detokenize, "The text of tokens", tokens.DetokenizeBody, tokens.Detokenized,
+        errors=BODY_ERRORS,
+    ),
+    Route(
+        "POST", "/chat_tokenize", tokens.chat_tokenize, "The prompt that a conversation becomes, and its tokens",
+        openai_types.ChatPrompt, tokens.ChatTokenized, errors=(*BODY_ERRORS, TemplateError),
+    ),
+    Route(
+        "POST", "/v1/chat/completions", openai.chat_completions, "OpenAI's chat completions", openai_types.ChatBody,
+        openai_types.ChatReply, openai_types.ChatChunk, (*RUN_ERRORS, TemplateError),
+    ),
+    Route(
+        "POST", "/v1/completions", openai.completions, "OpenAI's completions", openai_types.CompletionBody,
+        openai_types.CompletionReply, openai_types.CompletionChunk, RUN_ERRORS,
+    ),
+    Route("GET", "/v1/models", admin.models, "The model that is served, as OpenAI lists it", reply=admin_types.ModelsOut),
+    Route(
+        "GET", "/v1/models/{model:.+}", admin.model, "The model by its name", reply=admin_types.ModelOut,
+        errors=(ModelNotFound,),
+    ),
+    Route("GET", "/info", admin.info, "The model and the limits of the service", reply=admin_types.Info),
+    Route("GET", "/health", admin.health, "200 while the service is well, however busy", errors=(Unhealthy,)),
+    Route("GET", "/", admin.health, "As /health", errors=(Unhealthy,)),
+    Route("GET", "/ping", admin.health, "As /health", errors=(Unhealthy,)),
+    Route("GET", "/ready", admin.ready, "200 while new requests are welcome", errors=(Unhealthy,)),
+    Route("GET", "/metrics", admin.metrics, "Prometheus' text format", reply=str, media="text/plain"),
+    Route("GET", "/openapi.json", docs.document, "This document", reply=dict[str, Any]),
+    Route("GET", "/api-doc/openapi.json", docs.document, "This document, where TGI has it", reply=dict[str, Any]),
+    Route("GET", "/docs", docs.page, "This document as a page", reply=str, media="text/html"),
+)
