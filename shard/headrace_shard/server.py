@@ -84,7 +84,7 @@ class LeadingRole:
         admitted = RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab)
         self._service = GenerationService(
             self._executor, deliveries, RequestReader(admitted, tokenizer, grammars),
-            info(settings, folder, loaded), warmup(loaded),
+            info(settings, folder, loaded, grammars is not None), warmup(loaded),
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -106,7 +106,7 @@ class FollowingRole:
     def __init__(self, settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> None:
         self._follower = Follower(loaded.model, loaded.group, loaded.step_deadline)
         leader = f"unix:{settings.shard_uds_path}-0"
-        self._relay = Relay(leader, info(settings, folder, loaded), self._follower.trouble)
+        self._relay = Relay(leader, info(settings, folder, loaded, can_constrain(folder)), self._follower.trouble)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         server.add_generic_rpc_handlers((self._relay,))
@@ -136,7 +136,7 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
     folder = ModelFolder.open(settings.model_folder)
     loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder, f"{settings.shard_uds_path}-rendezvous"))
     tokenizer = Tokenizer(folder.tokenizer_path) if settings.rank == 0 else None
-    tokens = vocabulary(tokenizer, folder.eos_token_ids) if tokenizer and can_constrain(folder) else None
+    tokens = vocabulary(folder) if tokenizer else None
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
@@ -217,11 +217,11 @@ async def report(standard: health.aio.HealthServicer, status: int) -> None:
         await standard.set(name, status)
 
 
-def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> pb.InfoResponse:
-    """The answer to Info."""
+def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded, grammar: bool) -> pb.InfoResponse:
+    """The answer to Info. `grammar`: output can be constrained."""
     limits = loaded.limits
     features = ["logprobs", "top_n_tokens", "prompt_logprobs", "resume"]
-    if can_constrain(folder):
+    if grammar:
         features.append("grammar")
     return pb.InfoResponse(
         model_id=settings.model_id or Path(settings.model_folder).name, dtype=loaded.dtype,
