@@ -15,7 +15,7 @@ import numpy as np
 from headrace._common.grammars import Grammar, GrammarError, compile_grammar, refusal
 from headrace_shard.grammar.state import Constraint, Mask
 
-KEPT = 128  # grammars that are kept compiled
+KEPT = 64  # grammars that are kept compiled
 MASK_THREADS = 4  # a slow mask holds up only its own row, as long as there are threads for the others
 
 
