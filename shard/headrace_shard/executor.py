@@ -304,7 +304,7 @@ class Executor:
         for at in np.nonzero((reasons > 0) | rows.special[slots])[0].tolist():
             self._detail(int(slots[at]), int(tokens[at]), int(reasons[at]), choice.top.get(at))
         if rows.constraints and self._grammars is not None:
-            grammar_steps.advance(plan, tokens.tolist(), rows.constraints, self._grammars)
+            grammar_steps.advance(plan, tokens.tolist(), rows, self._grammars)
 
     def _detail(self, slot: int, token: int, reason: int, top: tuple[list[int], list[float]] | None) -> None:
         """More about one row that asked for it or has ended; frees the row if it has."""

@@ -66,14 +66,15 @@ class RequestReader:
             stop_ids=frozenset(self._checked(stopping.stop_token_ids, "stop_token_ids").tolist()),
             top_n=self._top_n(message.want), prompt_logprobs=message.want.prompt_logprobs,
             detokenizer=self._detokenizer(tokens[prompt:].tolist()) if message.return_text else None,
-            constraint=self._constraint(message.grammar, tokens[prompt:].tolist()) if message.HasField("grammar") else None,
+            constraint=self._constraint(message, tokens[prompt:].tolist(), max_new) if message.HasField("grammar") else None,
         )
 
-    def _constraint(self, grammar: pb.Grammar, output: list[int]) -> Constraint:
+    def _constraint(self, message: pb.Request, output: list[int], max_new: int) -> Constraint:
         if self._grammars is None:
             raise InvalidRequest("grammar is not supported: this model's tokens cannot be constrained", "grammar")
         try:
-            return self._grammars.start(read(grammar.type, grammar.value), output)
+            grammar = read(message.grammar.type, message.grammar.value)
+            return self._grammars.start(grammar, output, last=max_new - len(output) == 1)
         except GrammarError as error:
             raise InvalidRequest(f"grammar is not valid: {error}", "grammar") from None
 

@@ -39,7 +39,8 @@ def accepts(grammar: Grammar, text: str) -> bool:
     (Grammar("json_schema", "[" * 100_000), "a schema is a JSON object"),
     (Grammar("json_schema", '{"a":' * 1000 + "1" + "}" * 1000), "recursion"),
     (Grammar("choice", "[]"), "at least one string"), (Grammar("choice", '["a", 1]'), "at least one string"),
-    (Grammar("lark", "start: foo"), "foo"), (Grammar("ebnf", "root ::= ("), "Expected"),
+    (Grammar("lark", "start: foo"), "foo"), (Grammar("ebnf", "root ::= ("), "not EBNF"),
+    (Grammar("ebnf", "root ::= x"), "'x' not found"),
     (Grammar("lark", "start: " + "(" * 9000 + '"a"' + ")" * 9000), "nested"),
 ])
 def test_refusals_say_why_in_one_line(grammar: Grammar, words: str) -> None:

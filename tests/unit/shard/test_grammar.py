@@ -107,7 +107,7 @@ class Driver:
         self, number: int, grammar: Grammar | None, max_new: int = 400, said: list[int] | None = None, **more: Any
     ) -> Request:
         output = said or []
-        constraint = self.compiler.start(grammar, output) if grammar else None
+        constraint = self.compiler.start(grammar, output, max_new - len(output) == 1) if grammar else None
         params = more.pop("params", SamplingParams(sampled=True, seed=number))
         return Request(
             number, np.array([20, 21, *output], dtype=np.int32), len(output), max_new, params=params, constraint=constraint,
@@ -240,6 +240,23 @@ def test_ends(driver: Driver) -> None:
     assert (driver.ends[3].finish_reason, driver.text(3)) == (EOS_TOKEN, "abc")
     assert driver.ends[4].finish_reason == EOS_TOKEN
     assert len(driver.tokens[4]) > 30
+
+
+@pytest.mark.parametrize(("grammar", "limit", "whole"), [
+    (Grammar("regex", "[a-c]+!"), 6, True), (Grammar("regex", "[0-9]+"), 4, True), (Grammar("regex", "a"), 1, True),
+    (Grammar("json_schema", '{"type": "array", "items": {"const": 1}, "x-guidance": {"whitespace_flexible": false}}'), 6, True),
+    (Grammar("regex", "a{3}bc"), 4, False), (schema(SCHEMAS[1]), 5, False),
+])
+def test_what_the_limit_cuts_is_whole_if_one_token_can_make_it_so(
+    driver: Driver, grammar: Grammar, limit: int, whole: bool
+) -> None:
+    driver.run(*(driver.request(n, grammar, limit) for n in range(1, 8)))
+    for number in range(1, 8):
+        reason, text = driver.ends[number].finish_reason, driver.text(number)
+        assert reason == (LENGTH if len(driver.tokens[number]) == limit and driver.tokens[number][-1] != EOS else EOS_TOKEN)
+        matcher = compile_grammar(grammar, driver.compiler._tokens)
+        assert matcher.consume_tokens([t for t in driver.tokens[number] if t != EOS])
+        assert matcher.is_accepting() == (whole or reason == EOS_TOKEN), text
 
 
 def test_log_probabilities_are_the_models_own(driver: Driver) -> None:
