@@ -428,6 +428,7 @@ async def test_info_and_metrics(server: Running) -> None:
     info = (await server.get("/info")).json
     assert (info["model_id"], info["max_total_tokens"], info["max_batch_total_tokens"]) == ("scripted", 1024, 16000)
     assert len(info["tokenizer_hash"]) == 64
+    assert info["features"] == ["prompt_logprobs", "grammar"]
     await server.generate(tokens=4)
     await server.generate(tokens=0)
     lines = set((await server.get("/metrics")).raw.decode().splitlines())
