@@ -28,8 +28,8 @@ class GrammarCompiler:
         """`vocab_size`: of the model, whose logits may be more than the tokenizer has tokens."""
         self._tokens, self._vocab_size = tokens, vocab_size
         self._known: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar", initializer=_yield_to_others)
-        self._filling = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="mask")
+        self._compiling = ThreadPoolExecutor(1, "grammar", _yield_to_others, (10,))
+        self._filling = ThreadPoolExecutor(MASK_THREADS, "mask", _yield_to_others, (5,))
         self._ready = threading.Condition()
         self.on_ready: Callable[[], None] = lambda: None  # called on these threads whenever a constraint gets ready
 
@@ -131,6 +131,6 @@ class GrammarCompiler:
         return mask
 
 
-def _yield_to_others() -> None:
-    """Compiling must not take a core from the steps."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+def _yield_to_others(niceness: int) -> None:
+    """A thread that works for long must not take a core from the forward pass."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
