@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace._common.grammars import Grammar
 from headrace_router.tenants import ANONYMOUS, Tenant
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
@@ -49,6 +50,7 @@ class GenerateRequest:
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
     prompt_top_n_tokens: int = 0  # beside each token of the prompt, with prompt_logprobs
+    grammar: Grammar | None = None
     tenant: Tenant = ANONYMOUS
     workload: str = "chat"  # one of tenants.CLASSES
     deadline: float | None = None  # of time.perf_counter(): too late for anything

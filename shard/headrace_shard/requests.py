@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace._common.detokenizer import Detokenizer
+from headrace_shard.grammar.state import Constraint
 from headrace_shard.sampling.params import SamplingParams
 
 UNFINISHED, LENGTH, EOS_TOKEN, STOP_TOKEN, ERROR = range(5)  # Detail.FinishReason
@@ -37,6 +38,7 @@ class Request:
     prompt_logprobs: bool = False
     prompt_top_n: int = 0
     detokenizer: Detokenizer | None = None  # where the client wants text
+    constraint: Constraint | None = None
 
 
 @dataclass(slots=True)

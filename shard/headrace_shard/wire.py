@@ -10,9 +10,12 @@ import numpy as np
 
 from headrace._common.detokenizer import Detokenizer
 from headrace._common.errors import InvalidRequest
+from headrace._common.grammars import GrammarError, read
 from headrace._common.tokenizing import Tokenizer
 from headrace.v1 import generation_pb2 as pb
 from headrace_shard import requests as rq
+from headrace_shard.grammar.compiler import GrammarCompiler
+from headrace_shard.grammar.state import Constraint
 from headrace_shard.sampling.params import SamplingParams, Watermark
 
 
@@ -28,9 +31,13 @@ class RequestLimits:
 class RequestReader:
     """Validates request messages."""
 
-    def __init__(self, limits: RequestLimits, tokenizer: Tokenizer, watermark: Watermark | None = None) -> None:
-        """`watermark`: what requests get that ask for one."""
-        self._limits, self._tokenizer, self._watermark = limits, tokenizer, watermark or Watermark()
+    def __init__(
+        self, limits: RequestLimits, tokenizer: Tokenizer, watermark: Watermark | None = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """`watermark`: what requests get that ask for one. `grammars`: None where output cannot be constrained."""
+        self._limits, self._tokenizer = limits, tokenizer
+        self._watermark, self._grammars = watermark or Watermark(), grammars
 
     def read(self, message: pb.Request) -> rq.Request:
         """The request; text is tokenized here, so call it from a thread.
@@ -46,8 +53,6 @@ class RequestReader:
     def _read(self, message: pb.Request) -> rq.Request:
         if not message.id:
             raise InvalidRequest("id is 0", "id")
-        if message.HasField("grammar"):
-            raise InvalidRequest("grammar is not supported by this shard", "grammar")
         if message.adapter:
             raise InvalidRequest(f"adapter {message.adapter!r} is not loaded", "adapter")
         tokens = self._tokens(message)
@@ -67,7 +72,17 @@ class RequestReader:
             prompt_logprobs=message.want.prompt_logprobs,
             prompt_top_n=self._top_n("prompt_top_n_tokens", message.want.prompt_top_n_tokens),
             detokenizer=self._detokenizer(tokens[prompt:].tolist()) if message.return_text else None,
+            constraint=self._constraint(message, tokens[prompt:].tolist(), max_new) if message.HasField("grammar") else None,
         )
+
+    def _constraint(self, message: pb.Request, output: list[int], max_new: int) -> Constraint:
+        if self._grammars is None:
+            raise InvalidRequest("grammar is not supported: this model's tokens cannot be constrained", "grammar")
+        try:
+            grammar = read(message.grammar.type, message.grammar.value)
+            return self._grammars.start(grammar, output, last=max_new - len(output) == 1)
+        except GrammarError as error:
+            raise InvalidRequest(f"grammar is not valid: {error}", "grammar") from None
 
     def _tokens(self, message: pb.Request) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         if message.WhichOneof("input") == "token_ids":

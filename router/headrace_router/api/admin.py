@@ -40,8 +40,8 @@ async def info(request: web.Request) -> web.Response:
         max_batch_total_tokens=shard.capacity.max_batch_total_tokens, max_batch_size=limits.max_batch_size,
         max_client_batch_size=limits.max_client_batch_size, validation_workers=settings.validation_workers,
         world_size=shard.info.world_size, block_size=shard.info.block_size, tokenizer_hash=service.tokenizer_hash,
-        weight_format=shard.info.quantization or shard.info.dtype, router="headrace-router",
-        version=headrace.__version__,
+        weight_format=shard.info.quantization or shard.info.dtype, features=list(shard.info.features),
+        router="headrace-router", version=headrace.__version__,
     )
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 

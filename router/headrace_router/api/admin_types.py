@@ -29,6 +29,7 @@ class Info(Struct):
     block_size: int
     tokenizer_hash: str
     weight_format: str
+    features: list[str]  # of the shard: what requests may ask for
     router: str
     version: str
     sha: str | None = None

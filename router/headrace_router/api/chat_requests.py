@@ -9,6 +9,7 @@ import msgspec
 from headrace._common.errors import InvalidRequest
 from headrace_router.api.bodies import refuse_given
 from headrace_router.api.caller import Caller
+from headrace_router.api.grammars import openai_grammar
 from headrace_router.api.openai_requests import (
     Prepared,
     Prompt,
@@ -46,7 +47,10 @@ async def prepare_chat(service: Service, body: ChatBody, caller: Caller) -> Prep
     _check_offered(body)
     prompt = await encode_chat(service, body, limits.max_input_tokens)
     prompts = [Prompt(prompt.text, prompt.ids)]
-    requests = make_requests(rules, service, caller, body, prompts, best_of, max_tokens, body.top_logprobs or 0)
+    grammar = await openai_grammar(service, body)
+    requests = make_requests(
+        rules, service, caller, body, prompts, best_of, max_tokens, grammar, body.top_logprobs or 0
+    )
     return Prepared(prompts, requests, n, best_of, shown_of(body, bool(body.logprobs)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace._common.errors import InvalidRequest
 from headrace_router.api.bodies import refuse_given
 from headrace_router.api.caller import Caller
+from headrace_router.api.grammars import openai_grammar
 from headrace_router.api.openai_requests import (
     Prepared,
     Prompt,
@@ -39,8 +40,9 @@ async def prepare_completion(service: Service, body: CompletionBody, caller: Cal
     check_common(body)
     refuse_given(suffix=body.suffix)
     prompts = [await _encode(service, prompt, echo, body.logprobs is not None) for prompt in given]
+    grammar = await openai_grammar(service, body)
     requests = make_requests(
-        COMPLETIONS, service, caller, body, prompts, best_of, max(max_tokens, 1), body.logprobs or 0,
+        COMPLETIONS, service, caller, body, prompts, best_of, max(max_tokens, 1), grammar, body.logprobs or 0,
         body.logprobs if echo else None,
     )
     shown = shown_of(body, body.logprobs is not None, echo, max_tokens > 0)

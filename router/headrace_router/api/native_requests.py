@@ -8,6 +8,7 @@ from headrace._common.errors import InvalidRequest
 from headrace_router.api.bodies import refuse_given
 from headrace_router.api.caller import Caller
 from headrace_router.api.choices import check_count, spread
+from headrace_router.api.grammars import native_grammar
 from headrace_router.api.native_types import Parameters
 from headrace_router.canonical import settle
 from headrace_router.limits import Limits
@@ -62,13 +63,13 @@ async def prepare(
     if top_n > limits.max_top_n_tokens:
         text = f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {top_n}"
         raise InvalidRequest(text, "top_n_tokens")
-    refuse_given(grammar=given.grammar, adapter_id=given.adapter_id)
+    refuse_given(adapter_id=given.adapter_id)
     inputs = service.text.normalize(inputs)
     prompt = await _prompt(service, inputs, given.truncate)
     request = GenerateRequest(
         prompt=prompt, max_new_tokens=check_lengths(NATIVE, len(prompt), given.max_new_tokens, limits),
         sampling=settle(sampling, limits.vocab_size), stop=tuple(sorted(set(stop))), keep_stop=True, top_n_tokens=top_n,
-        prompt_logprobs=bool(given.decoder_input_details),
+        prompt_logprobs=bool(given.decoder_input_details), grammar=await native_grammar(service, given.grammar),
         tenant=caller.tenant, workload=caller.workload, deadline=caller.deadline,
     )
     whole = full_text if given.return_full_text is None else given.return_full_text

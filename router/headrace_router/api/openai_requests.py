@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace._common.errors import InvalidRequest
+from headrace._common.grammars import Grammar
 from headrace_router.api.bodies import refuse_given
 from headrace_router.api.caller import Caller
 from headrace_router.api.choices import check_count, spread
@@ -75,11 +76,8 @@ def check_common(body: CommonBody) -> None:
     Raises:
         InvalidRequest: something that neither route offers is asked for.
     """
-    refuse_given(**{field: getattr(body, field) for field in Refused.__struct_fields__})
+    refuse_given(**{field: getattr(body, field) for field in Refused.__annotations__})
     refuse_given(skip_special_tokens=body.skip_special_tokens is False)
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        kind = str(body.response_format.get("type"))[:40]
-        raise InvalidRequest(f"`response_format` of the type {kind!r} is not supported, only `text`", "response_format")
     options = body.stream_options
     if options is not None and not body.stream:
         raise InvalidRequest("`stream_options` is only allowed when `stream` is true", "stream_options")
@@ -150,7 +148,7 @@ def workload_of(body: CommonBody, caller: Caller) -> str:
 
 def make_requests(
     rules: Rules, service: Service, caller: Caller, body: CommonBody, prompts: list[Prompt], best_of: int,
-    max_tokens: int | None, top_n: int = 0, prompt_top_n: int | None = None,
+    max_tokens: int | None, grammar: Grammar | None, top_n: int = 0, prompt_top_n: int | None = None,
 ) -> list[GenerateRequest]:
     """`best_of` requests for each prompt. `prompt_top_n`: alternatives beside each prompt token; None: do not score it.
 
@@ -175,7 +173,7 @@ def make_requests(
             stop=tuple(sorted(set(stop))), keep_stop=bool(body.include_stop_str_in_output),
             stop_token_ids=tuple(sorted(set(stop_ids))), min_new_tokens=body.min_tokens or 0,
             ignore_eos=bool(body.ignore_eos), top_n_tokens=top_n, prompt_logprobs=prompt_top_n is not None,
-            prompt_top_n_tokens=prompt_top_n or 0, tenant=caller.tenant, workload=workload_of(body, caller),
+            prompt_top_n_tokens=prompt_top_n or 0, grammar=grammar, tenant=caller.tenant, workload=workload_of(body, caller),
             deadline=caller.deadline,
         )
         made += spread(request, best_of)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from headrace_router.api.grammars import GrammarFields
 from headrace_router.api.native_types import NotEmpty, SomeOf
 
 
@@ -50,7 +51,7 @@ ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 FinishReason = Literal["stop", "length"]
 
 
-class Refused(Struct, kw_only=True):
+class Refused(GrammarFields, kw_only=True):
     """Parameters that would change the output, and that this server does not offer: it refuses what it cannot honour.
 
     Every other member that is not known is ignored, since clients add some with every release.
@@ -61,11 +62,6 @@ class Refused(Struct, kw_only=True):
     bad_words: Any = None
     allowed_token_ids: Any = None
     logits_processors: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     prompt_logprobs: Any = None
     truncate_prompt_tokens: Any = None
     return_tokens_as_token_ids: Any = None
@@ -99,7 +95,6 @@ class CommonBody(Refused, kw_only=True):
     service_tier: ServiceTier | None = None
     n: int | None = None
     best_of: int | None = None
-    response_format: dict[str, Any] | None = None  # only the type text
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
