@@ -15,6 +15,7 @@ from headrace._common.errors import StartupError, TemplateError
 from headrace._common.model_folder import ModelFolder, named_templates, read_text
 from headrace._common.tokenizing import Piece, Tokenizer
 from headrace_router.text.chat import ChatEncoder, template_messages
+from headrace_router.text.normalize import normalize
 from headrace_router.text.renderer import ChatRenderer, Turn
 from headrace_router.text.template_limits import MAX_SECONDS
 
@@ -43,14 +44,16 @@ class ChatPrompt:
 class TextPool:
     """The model's tokenizer and chat template behind a few threads."""
 
-    def __init__(self, folder: ModelFolder, workers: int, template_path: str | None) -> None:
-        """
+    def __init__(self, folder: ModelFolder, workers: int, template_path: str | None, normalize: str = "none") -> None:
+        """`normalize`: one of `normalize.MODES`.
+
         Raises:
             StartupError: the tokenizer or the template file cannot be read.
         """
         self.tokenizer = Tokenizer(folder.tokenizer_path)
         self._chat = ChatEncoder(self.tokenizer)
         self._renderer, self._template_error = _load_templates(folder, template_path, self.tokenizer)
+        self._mode = normalize
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
@@ -59,6 +62,10 @@ class TextPool:
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """Do something long in one of the threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    def normalize(self, text: str) -> str:
+        """What a user wrote, as the operator wants it."""
+        return normalize(text, self._mode)
 
     async def encode(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of a raw prompt, with the special tokens that the tokenizer adds.
@@ -126,13 +133,19 @@ class TextPool:
     ) -> ChatPrompt:
         if self._renderer is None:
             raise TemplateError(self._template_error)
-        ready = template_messages(messages)
+        ready = [{**m, "content": self._normal(m["content"])} for m in template_messages(messages)]
         if turn is None:
             turn = "continue" if ready[-1]["role"] == "assistant" and not ready[-1].get("tool_calls") else "new"
         rendered = self._renderer.render(ready, turn, variables)
         text = rendered.text
         self._check_length(text, most)
         return ChatPrompt(text, self._chat.encode(rendered.parts))
+
+    def _normal(self, content: Any) -> Any:
+        """A message's content with its text normalized; parts become one text then."""
+        if self._mode == "none":
+            return content
+        return self.normalize(content if isinstance(content, str) else "".join(part["text"] for part in content))
 
 
 def _load_templates(folder: ModelFolder, path: str | None, tokenizer: Tokenizer) -> tuple[ChatRenderer | None, str]:
