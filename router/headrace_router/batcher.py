@@ -268,6 +268,8 @@ class Batcher:
             self._requeue(step.preempted)
         if step.cache.blocks:
             self._free_blocks = step.cache.free_blocks
+            self._metrics.prefix_cache_queried_tokens = step.cache.queried_tokens
+            self._metrics.prefix_cache_hit_tokens = step.cache.hit_tokens
         self._count(step, call)
 
     def _end_rest(self, detail: pb.Detail) -> None:

@@ -31,7 +31,8 @@ import torch
 from headrace._common.errors import HeadraceError, Unhealthy
 from headrace_shard.batch import RunningBatch
 from headrace_shard.calls import BatchTable, Call
-from headrace_shard.kv.blocks import BlockManager
+from headrace_shard.kv.blocks import BLOCK_SIZE, BlockManager
+from headrace_shard.kv.prefix import PrefixCache
 from headrace_shard.parallel.group import GroupBroken, Trouble
 from headrace_shard.requests import EOS_TOKEN, ERROR, LENGTH, STOP_TOKEN, Detail, StepResult, Timings
 from headrace_shard.sampling.sampler import Choice, Row, choose
@@ -69,10 +70,12 @@ class Executor:
     def __init__(
         self, runner: Runner, rows: RunningBatch, blocks: BlockManager, *, eos_ids: frozenset[int], vocab_size: int,
         max_step_tokens: int, batch_lease: float, deliver: Callable[[Delivery], None], step_deadline: float,
+        prefix_caching: bool = True,
     ) -> None:
         """`deliver` is called from the executor's thread; `step_deadline`: seconds after which a step counts as hung."""
         self._runner, self._rows, self._deliver = runner, rows, deliver
-        self._table = BatchTable(rows, blocks, batch_lease)
+        self._prefix = PrefixCache(rows, blocks, prefix_caching)
+        self._table = BatchTable(rows, blocks, self._prefix, batch_lease)
         self._scheduler = Scheduler(self._table, max_step_tokens)
         self._eos_ids = tuple(sorted(eos_ids))
         self._is_eos = np.zeros(vocab_size, dtype=bool)
@@ -260,6 +263,9 @@ class Executor:
         rows, table = self._rows, self._table
         rows.computed[plan.slots] += plan.counts
         slots, tokens = plan.sampled, choice.tokens
+        full_blocks = rows.computed[plan.slots] // BLOCK_SIZE > rows.stored[plan.slots]
+        for slot in np.setdiff1d(plan.slots[full_blocks], slots[choice.failed]).tolist():
+            self._prefix.store(slot)
         rows.tokens[slots, np.minimum(rows.known[slots], rows.max_tokens - 1)] = tokens
         rows.known[slots] += 1
         generated = rows.known[slots] - rows.prompt[slots]
@@ -281,7 +287,8 @@ class Executor:
                 batch.call.steps += 1
                 if batch.call.waiting:
                     batch.call.waiting.difference_update(slots[mine].tolist())
-        for at in np.nonzero((reasons > 0) | rows.special[slots])[0].tolist():
+        reused = (rows.cached[slots] > 0) & (generated == 1)
+        for at in np.nonzero((reasons > 0) | reused | rows.special[slots])[0].tolist():
             self._detail(int(slots[at]), int(tokens[at]), int(reasons[at]), choice.top.get(at))
 
     def _detail(self, slot: int, token: int, reason: int, top: tuple[list[int], list[float]] | None) -> None:
@@ -293,7 +300,8 @@ class Executor:
         generated = int(rows.known[slot]) - prompt
         detail = Detail(
             request.id, reason, token=token, top=top, seed=request.params.seed if request.params.sampled else 0,
-            prompt_tokens=prompt, generated_tokens=generated, detokenizer=request.detokenizer,
+            prompt_tokens=prompt, generated_tokens=generated, cached_tokens=int(rows.cached[slot]),
+            detokenizer=request.detokenizer,
         )
         if request.prompt_logprobs and generated == 1:
             scores = [math.nan, *rows.prompt_scores[slot]]
@@ -301,7 +309,8 @@ class Executor:
         if reason == ERROR:
             detail.token, detail.generated_tokens = None, generated - 1
             detail.message = "the model's logits are not finite numbers"
-        if reason or detail.top or detail.detokenizer or detail.prompt_logprobs:
+            self._prefix.forget(slot)
+        if reason or (detail.cached_tokens and generated == 1) or detail.top or detail.detokenizer or detail.prompt_logprobs:
             batch = self._table.batches[int(rows.batch[slot])]
             self._table.result_of(batch).details.append(detail)
         if reason:

@@ -35,6 +35,8 @@ class Request:
     top_n: int = 0
     prompt_logprobs: bool = False
     detokenizer: Detokenizer | None = None  # where the client wants text
+    cache_salt: str = ""
+    block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class Detail:
     seed: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    cached_tokens: int = 0
     detokenizer: Detokenizer | None = None
 
 
@@ -78,5 +81,7 @@ class StepResult:
     running: int = 0
     blocks: int = 0
     free_blocks: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
     timings: Timings = field(default_factory=Timings)
     end: int = RUNNING

@@ -71,7 +71,7 @@ class Scheduler:
 
     def __init__(self, table: BatchTable, max_step_tokens: int) -> None:
         self._table, self._max_step_tokens = table, max_step_tokens
-        self._rows, self._blocks = table.rows, table.blocks
+        self._rows, self._blocks, self._prefix = table.rows, table.blocks, table.prefix
         self.pace = Pace()
 
     def plan(self) -> Plan | None:
@@ -116,13 +116,19 @@ class Scheduler:
     def _chunks(self, prompts: list[int], budget: int, working: list[Batch], starving: bool) -> list[tuple[int, int]]:
         """(slot, tokens) of each prompt that moves in this step. `starving`: nothing else would run."""
         rows, chunks = self._rows, []
+        coming: set[bytes] = set()  # keys of the blocks that this step computes
         for slot in prompts:
-            while rows.requests[slot] is not None and budget > 0:
-                left = int(rows.known[slot] - rows.computed[slot])
-                room = (int(rows.held[slot]) + self._blocks.free) * BLOCK_SIZE - int(rows.computed[slot])
-                count = min(left, budget, room)
+            if rows.requests[slot] is None or budget <= 0:
+                continue
+            if self._prefix.extend(slot) in coming:
+                continue  # in the next step this block is there
+            while rows.requests[slot] is not None:
+                start = int(rows.computed[slot])
+                room = (int(rows.held[slot]) + self._blocks.free) * BLOCK_SIZE - start
+                count = whole_blocks(start, int(rows.known[slot]) - start, min(budget, room))
                 if count > 0:
-                    self._grow(slot, int(rows.computed[slot]) + count)
+                    self._grow(slot, start + count)
+                    coming.update(self._prefix.keys(slot, start, start + count))
                     chunks.append((slot, count))
                     budget -= count
                     break
@@ -150,6 +156,17 @@ class Scheduler:
         ranked = slots[np.lexsort((-rows.order[slots], rows.priority[slots]))]
         self._table.preempt(int(ranked[0]))
         return True
+
+
+def whole_blocks(start: int, left: int, most: int) -> int:
+    """How many of the `left` tokens from `start` on to compute: all, else up to the end of a block where that is possible.
+
+    The next chunk then starts at a block, and may find it in the prefix cache.
+    """
+    if left <= most:
+        return left
+    aligned = (start + most) // BLOCK_SIZE * BLOCK_SIZE - start
+    return aligned if aligned > 0 else most
 
 
 def build(rows: RunningBatch, decode: Ints, chunks: list[tuple[int, int]]) -> Plan:

@@ -35,6 +35,7 @@ from headrace_shard.settings import ShardSettings
 from headrace_shard.wire import RequestLimits, RequestReader
 
 CONTRACT_VERSION = "1"
+FEATURES = ("logprobs", "top_n_tokens", "prompt_logprobs", "resume")
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 OPTIONS = [
     ("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0),
@@ -71,7 +72,7 @@ class LeadingRole:
             Leader(loaded.model, loaded.group), RunningBatch(loaded.rows, limits.max_total_tokens),
             BlockManager(limits.blocks), eos_ids=frozenset(folder.eos_token_ids), vocab_size=vocab,
             max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
-            step_deadline=loaded.step_deadline,
+            step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching,
         )
         reader = RequestReader(RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab), tokenizer)
         self._service = GenerationService(
@@ -217,7 +218,7 @@ def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> pb.Inf
         vocab_size=loaded.model.vocab_size, eos_token_ids=folder.eos_token_ids,
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens, max_batch_size=loaded.rows,
         max_step_tokens=loaded.max_step_tokens, block_size=BLOCK_SIZE, blocks=limits.blocks,
-        features=["logprobs", "top_n_tokens", "prompt_logprobs", "resume"], contract_version=CONTRACT_VERSION,
+        features=[*FEATURES, *(["prefix_caching"] if settings.prefix_caching else [])], contract_version=CONTRACT_VERSION,
     )
 
 
