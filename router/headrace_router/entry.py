@@ -68,6 +68,8 @@ class Entry:
         )
         if request.top_n_tokens:
             wire.want.top_n_tokens = request.top_n_tokens
+        if request.grammar is not None:
+            wire.grammar.type, wire.grammar.value = request.grammar.kind, request.grammar.source
         if request.prompt_logprobs and not self.output:
             wire.want.prompt_logprobs = True
         return wire

@@ -12,6 +12,7 @@ from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
 from headrace_router.app import make_app
 from headrace_router.batcher import Batcher
+from headrace_router.grammars import GrammarChecker
 from headrace_router.limits import find_limits
 from headrace_router.metrics import Gauges, Metrics
 from headrace_router.service import Service
@@ -45,6 +46,7 @@ class Router:
         self._settings = settings
         self._folder = ModelFolder.open(settings.model_folder)
         self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path)
+        self._grammars = GrammarChecker()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
@@ -69,7 +71,7 @@ class Router:
         tokenizer_hash = hashlib.sha256(self._folder.tokenizer_path.read_bytes()).hexdigest()
         tenants = Tenants(settings.api_key)
         self.service = Service(
-            settings, limits, shard, self._text, batcher, metrics, gauges, tenants, tokenizer_hash
+            settings, limits, shard, self._text, batcher, metrics, gauges, tenants, tokenizer_hash, self._grammars
         )
         self._runner = web.AppRunner(
             make_app(self.service), handler_cancellation=True, access_log=None, handle_signals=False,
@@ -117,4 +119,5 @@ class Router:
             await self.batcher.close(f"the shard is gone: {problem}" if problem else "the server is stopping")
             await self._runner.cleanup()
         self._text.close()
+        self._grammars.close()
         await self._shard.close()

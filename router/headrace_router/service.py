@@ -20,6 +20,7 @@ from headrace._common.errors import (
     Unhealthy,
 )
 from headrace_router.engine import Engine
+from headrace_router.grammars import GrammarChecker
 from headrace_router.limits import Limits
 from headrace_router.metrics import Gauges, Metrics
 from headrace_router.settings import RouterSettings
@@ -49,6 +50,7 @@ class Service:
     gauges: Gauges
     tenants: Tenants
     tokenizer_hash: str
+    grammars: GrammarChecker
     draining: bool = False
     active: int = 0  # permits taken
     last_id: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace._common.grammars import Grammar
 from headrace_router.tenants import ANONYMOUS, Tenant
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
@@ -41,6 +42,7 @@ class GenerateRequest:
     keep_stop: bool = True  # the stop text stays in the output (TGI), or is cut (OpenAI)
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
+    grammar: Grammar | None = None
     tenant: Tenant = ANONYMOUS
     workload: str = "chat"  # one of tenants.CLASSES
 

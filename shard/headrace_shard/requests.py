@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace._common.detokenizer import Detokenizer
+from headrace_shard.grammar.state import Constraint
 from headrace_shard.sampling.params import SamplingParams
 
 UNFINISHED, LENGTH, EOS_TOKEN, STOP_TOKEN, ERROR = range(5)  # Detail.FinishReason
@@ -37,6 +38,7 @@ class Request:
     detokenizer: Detokenizer | None = None  # where the client wants text
     cache_salt: str = ""
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
+    constraint: Constraint | None = None
 
 
 @dataclass(slots=True)

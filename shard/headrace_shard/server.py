@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from llguidance import LLTokenizer
 
 from headrace._common.errors import StartupError
 from headrace._common.memory import trim_memory
@@ -25,6 +26,8 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_pb2_grpc as pb_grpc
 from headrace_shard.batch import RunningBatch
 from headrace_shard.executor import Executor
+from headrace_shard.grammar.compiler import GrammarCompiler
+from headrace_shard.grammar.vocabulary import can_constrain, vocabulary
 from headrace_shard.kv.blocks import BLOCK_SIZE, BlockManager
 from headrace_shard.loading import Loaded, load
 from headrace_shard.parallel.group import GroupBroken, Trouble
@@ -35,7 +38,6 @@ from headrace_shard.settings import ShardSettings
 from headrace_shard.wire import RequestLimits, RequestReader
 
 CONTRACT_VERSION = "1"
-FEATURES = ("logprobs", "top_n_tokens", "prompt_logprobs", "resume")
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 OPTIONS = [
     ("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0),
@@ -65,18 +67,24 @@ class Role(Protocol):
 class LeadingRole:
     """Rank 0: the executor with its scheduler, and the whole service."""
 
-    def __init__(self, settings: ShardSettings, folder: ModelFolder, loaded: Loaded, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, settings: ShardSettings, folder: ModelFolder, loaded: Loaded, tokenizer: Tokenizer,
+        tokens: LLTokenizer | None,
+    ) -> None:
+        """`tokens`: None where output cannot be constrained."""
         deliveries = Deliveries(asyncio.get_running_loop())
         limits, vocab = loaded.limits, loaded.model.vocab_size
+        grammars = GrammarCompiler(tokens, vocab) if tokens else None
         self._executor = Executor(
             Leader(loaded.model, loaded.group), RunningBatch(loaded.rows, limits.max_total_tokens),
             BlockManager(limits.blocks), eos_ids=frozenset(folder.eos_token_ids), vocab_size=vocab,
             max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
-            step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching,
+            step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching, grammars=grammars,
         )
-        reader = RequestReader(RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab), tokenizer)
+        admitted = RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab)
         self._service = GenerationService(
-            self._executor, deliveries, reader, info(settings, folder, loaded), warmup(loaded)
+            self._executor, deliveries, RequestReader(admitted, tokenizer, grammars),
+            info(settings, folder, loaded), warmup(loaded),
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -128,6 +136,7 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
     folder = ModelFolder.open(settings.model_folder)
     loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder, f"{settings.shard_uds_path}-rendezvous"))
     tokenizer = Tokenizer(folder.tokenizer_path) if settings.rank == 0 else None
+    tokens = vocabulary(tokenizer, folder.eos_token_ids) if tokenizer and can_constrain(folder) else None
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
@@ -135,7 +144,7 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
     loaded = await loading
     load_seconds = time.perf_counter() - begin - loaded.warmup_seconds
     role: Role = (
-        LeadingRole(settings, folder, loaded, tokenizer) if tokenizer else FollowingRole(settings, folder, loaded)
+        LeadingRole(settings, folder, loaded, tokenizer, tokens) if tokenizer else FollowingRole(settings, folder, loaded)
     )
     server, standard = build_server(role)
     bind(server, settings, path)
@@ -211,6 +220,11 @@ async def report(standard: health.aio.HealthServicer, status: int) -> None:
 def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> pb.InfoResponse:
     """The answer to Info."""
     limits = loaded.limits
+    features = ["logprobs", "top_n_tokens", "prompt_logprobs", "resume"]
+    if settings.prefix_caching:
+        features.append("prefix_caching")
+    if can_constrain(folder):
+        features.append("grammar")
     return pb.InfoResponse(
         model_id=settings.model_id or Path(settings.model_folder).name, dtype=loaded.dtype,
         quantization=loaded.quantization, device=loaded.device,
@@ -218,7 +232,7 @@ def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> pb.Inf
         vocab_size=loaded.model.vocab_size, eos_token_ids=folder.eos_token_ids,
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens, max_batch_size=loaded.rows,
         max_step_tokens=loaded.max_step_tokens, block_size=BLOCK_SIZE, blocks=limits.blocks,
-        features=[*FEATURES, *(["prefix_caching"] if settings.prefix_caching else [])], contract_version=CONTRACT_VERSION,
+        features=features, contract_version=CONTRACT_VERSION,
     )
 
 

@@ -10,9 +10,12 @@ import numpy as np
 
 from headrace._common.detokenizer import Detokenizer
 from headrace._common.errors import InvalidRequest
+from headrace._common.grammars import GrammarError, read
 from headrace._common.tokenizing import Tokenizer
 from headrace.v1 import generation_pb2 as pb
 from headrace_shard import requests as rq
+from headrace_shard.grammar.compiler import GrammarCompiler
+from headrace_shard.grammar.state import Constraint
 from headrace_shard.sampling.params import SamplingParams
 
 
@@ -28,8 +31,9 @@ class RequestLimits:
 class RequestReader:
     """Validates request messages."""
 
-    def __init__(self, limits: RequestLimits, tokenizer: Tokenizer) -> None:
-        self._limits, self._tokenizer = limits, tokenizer
+    def __init__(self, limits: RequestLimits, tokenizer: Tokenizer, grammars: GrammarCompiler | None = None) -> None:
+        """`grammars`: None where output cannot be constrained."""
+        self._limits, self._tokenizer, self._grammars = limits, tokenizer, grammars
 
     def read(self, message: pb.Request) -> rq.Request:
         """The request; text is tokenized here, so call it from a thread.
@@ -45,8 +49,6 @@ class RequestReader:
     def _read(self, message: pb.Request) -> rq.Request:
         if not message.id:
             raise InvalidRequest("id is 0", "id")
-        if message.HasField("grammar"):
-            raise InvalidRequest("grammar is not supported by this shard", "grammar")
         if message.adapter:
             raise InvalidRequest(f"adapter {message.adapter!r} is not loaded", "adapter")
         tokens = self._tokens(message)
@@ -64,7 +66,16 @@ class RequestReader:
             stop_ids=frozenset(self._checked(stopping.stop_token_ids, "stop_token_ids").tolist()),
             cache_salt=message.cache_salt, top_n=self._top_n(message.want), prompt_logprobs=message.want.prompt_logprobs,
             detokenizer=self._detokenizer(tokens[prompt:].tolist()) if message.return_text else None,
+            constraint=self._constraint(message.grammar, tokens[prompt:].tolist()) if message.HasField("grammar") else None,
         )
+
+    def _constraint(self, grammar: pb.Grammar, output: list[int]) -> Constraint:
+        if self._grammars is None:
+            raise InvalidRequest("grammar is not supported: this model's tokens cannot be constrained", "grammar")
+        try:
+            return self._grammars.start(read(grammar.type, grammar.value), output)
+        except GrammarError as error:
+            raise InvalidRequest(f"grammar is not valid: {error}", "grammar") from None
 
     def _tokens(self, message: pb.Request) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         if message.WhichOneof("input") == "token_ids":

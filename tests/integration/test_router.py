@@ -178,7 +178,7 @@ async def test_half_a_character_goes_into_the_last_token(server: Running) -> Non
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
     ({"stop": ["a"] * 5}, "`stop` supports up to 4 stop sequences. Given: 5"), ({"stop": [""]}, "`stop`"),
     ({"seed": 2**64}, "`seed`"), ({"watermark": True}, "`watermark`"), ({"adapter_id": "x"}, "`adapter_id`"),
-    ({"grammar": {"type": "regex", "value": "a"}}, "`grammar`"),
+    ({"grammar": {"type": "regex", "value": "a**"}}, "`grammar` is not valid: at 3"),
     ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
     ({"best_of": 3, "do_sample": True}, "`best_of` must be > 0 and <= 2. Given: 3"),
     ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
@@ -325,7 +325,7 @@ async def test_logprobs(server: Running) -> None:
     {"stream_options": {"include_usage": True}}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21},
     {"logprobs": True, "top_logprobs": True}, {"logit_bias": {"400": 1}}, {"logit_bias": {"5": None}},
     {"stop": [""]}, {"stop": ["a"] * 5}, {"seed": 2**63}, {"tools": [{"type": "function"}]},
-    {"response_format": {"type": "json_object"}}, {"messages": []}, {"messages": [{"role": "user"}]},
+    {"response_format": {"type": "xml"}}, {"messages": []}, {"messages": [{"role": "user"}]},
 ])
 async def test_chat_refusals(server: Running, body: dict[str, Any]) -> None:
     reply = await server.post("/v1/chat/completions", {**CHAT, **body})

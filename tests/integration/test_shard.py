@@ -171,7 +171,7 @@ def test_text_top_tokens_and_prompt_logprobs_come_when_asked(one: ShardProcess) 
         (ask(1, "word " * 100000), "INVALID_ARGUMENT", "limit is 511"),
         (pb.Request(id=1, token_ids=pb.TokenIds(ids=[300])), "INVALID_ARGUMENT", "token_ids holds 300, the vocabulary has 300"),
         (pb.Request(id=1, token_ids=pb.TokenIds(ids=[5]), generated=1), "INVALID_ARGUMENT", "generated 1 must be less than"),
-        (ask(1, grammar=pb.Grammar(type="regex", value="a")), "INVALID_ARGUMENT", "grammar"),
+        (ask(1, grammar=pb.Grammar(type="bnf", value="a")), "INVALID_ARGUMENT", "grammar is not valid: the type 'bnf'"),
         (ask(1, adapter="x"), "INVALID_ARGUMENT", "adapter 'x'"),
         (ask(1, sampling=pb.Sampling(temperature=0)), "INVALID_ARGUMENT", "temperature is 0.0"),
         (ask(1, sampling=pb.Sampling(temperature=math.nan)), "INVALID_ARGUMENT", "temperature is nan"),

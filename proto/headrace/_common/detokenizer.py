@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+EXACT = {"ByteLevel", "ByteFallback", "Metaspace"}  # decoders that map a token to bytes whatever stands before it
 _SPACE = "\u2581"  # the word boundary mark of SentencePiece
 
 
@@ -35,8 +36,8 @@ class TokenBytes:
         self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
         kinds = part_kinds(tokenizer.decoder)
         self._byte_level = "ByteLevel" in kinds
-        self._sentencepiece = not self._byte_level and bool(kinds & {"ByteFallback", "Metaspace"})
-        self.exact = self._byte_level or self._sentencepiece
+        self._sentencepiece = not self._byte_level and bool(kinds & EXACT)
+        self.exact = bool(kinds & EXACT)
 
     def __call__(self, token_id: int) -> bytes:
         """Bytes of one token; b"" for an id outside the vocabulary."""
@@ -73,12 +74,13 @@ def part_kinds(part: Any) -> set[str]:
 
 def part_steps(part: Any) -> list[dict[str, Any]]:
     """A tokenizer's decoder or normalizer as tokenizer.json writes it, sequences unfolded."""
-    return [] if part is None else _unfold(json.loads(part.__getstate__()))
+    return [] if part is None else unfold(json.loads(part.__getstate__()))
 
 
-def _unfold(step: dict[str, Any]) -> list[dict[str, Any]]:
+def unfold(step: dict[str, Any]) -> list[dict[str, Any]]:
+    """A part of a tokenizer.json, and what it is made of."""
     inner = step.get("decoders") or step.get("normalizers") or []
-    return [step, *(found for part in inner for found in _unfold(part))]
+    return [step, *(found for part in inner for found in unfold(part))]
 
 
 class Detokenizer:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headrace._common.errors import InvalidRequest
 from headrace_router.api.bodies import refuse_given
 from headrace_router.api.caller import Caller
+from headrace_router.api.grammars import native_grammar
 from headrace_router.api.native_types import GenerateBody, Parameters
 from headrace_router.limits import Limits
 from headrace_router.service import Service
@@ -59,13 +60,13 @@ async def prepare(
     if top_n > limits.max_top_n_tokens:
         text = f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {top_n}"
         raise InvalidRequest(text, "top_n_tokens")
-    refuse_given(watermark=given.watermark, grammar=given.grammar, adapter_id=given.adapter_id)
+    refuse_given(watermark=given.watermark, adapter_id=given.adapter_id)
     prompt = await _prompt(service, body.inputs, given.truncate)
     request = GenerateRequest(
         prompt=prompt, max_new_tokens=check_lengths(NATIVE, len(prompt), given.max_new_tokens, limits),
         sampling=sampling, stop=tuple(stop), keep_stop=True, top_n_tokens=top_n,
         prompt_logprobs=bool(given.decoder_input_details) and service.settings.enable_prefill_logprobs,
-        tenant=caller.tenant, workload=caller.workload,
+        grammar=await native_grammar(service, given.grammar), tenant=caller.tenant, workload=caller.workload,
     )
     whole = full_text if given.return_full_text is None else given.return_full_text
     return Prepared(

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from headrace._common.errors import InvalidRequest
+from headrace._common.grammars import Grammar
 from headrace_router.api.bodies import refuse_given
 from headrace_router.api.caller import Caller
+from headrace_router.api.grammars import openai_grammar
 from headrace_router.api.openai_types import ChatBody, CommonBody, CompletionBody, Message
 from headrace_router.limits import Limits
 from headrace_router.service import Service
@@ -111,12 +113,12 @@ def _check_max_tokens(value: int | None) -> None:
 
 def _request(
     rules: Rules, service: Service, prompt: list[int], max_tokens: int | None, sampling: Sampling,
-    stop: tuple[str, ...], top_n: int, caller: Caller,
+    stop: tuple[str, ...], top_n: int, grammar: Grammar | None, caller: Caller,
 ) -> GenerateRequest:
     return GenerateRequest(
         prompt=prompt, max_new_tokens=check_lengths(rules, len(prompt), max_tokens, service.limits),
-        sampling=sampling, stop=stop, keep_stop=False, top_n_tokens=top_n, tenant=caller.tenant,
-        workload=caller.workload,
+        sampling=sampling, stop=stop, keep_stop=False, top_n_tokens=top_n, grammar=grammar,
+        tenant=caller.tenant, workload=caller.workload,
     )
 
 
@@ -160,13 +162,12 @@ async def prepare_chat(service: Service, body: ChatBody, caller: Caller) -> Prep
         tool_choice=body.tool_choice if body.tool_choice not in ("none", "auto") else None,
         function_call=body.function_call if body.function_call not in ("none", "auto") else None,
     )
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise InvalidRequest("`response_format` is not supported, except for the type `text`", "response_format")
+    grammar = await openai_grammar(service, body)
     try:
         prompt = await service.text.chat(messages, limits.max_input_tokens)
     except TooLong as error:
         raise too_long(CHAT, error.at_least, limits) from None
-    request = _request(CHAT, service, prompt.ids, max_tokens, sampling, stop, top_n, caller)
+    request = _request(CHAT, service, prompt.ids, max_tokens, sampling, stop, top_n, grammar, caller)
     return Prepared([request], len(prompt.text), shown)
 
 
@@ -186,11 +187,13 @@ async def prepare_completion(service: Service, body: CompletionBody, caller: Cal
     shown = _shown(body, body.logprobs is not None)
     sampling, stop = _sampling(body, limits), _stop(body, limits)
     refuse_given(echo=body.echo, suffix=body.suffix)
+    grammar = await openai_grammar(service, body)
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     requests = []
     for prompt in prompts:
         ids = await _encode(service, prompt) if isinstance(prompt, str) else prompt
-        requests.append(_request(COMPLETIONS, service, ids, max_tokens, sampling, stop, body.logprobs or 0, caller))
+        top_n = body.logprobs or 0
+        requests.append(_request(COMPLETIONS, service, ids, max_tokens, sampling, stop, top_n, grammar, caller))
     return Prepared(requests, sum(len(p) for p in prompts if isinstance(p, str)), shown)
 
 

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from headrace_router.api.grammars import GrammarFields
+
 
 class StreamOptions(Struct):
     include_usage: bool | None = None
@@ -43,7 +45,7 @@ class Message(Struct):
     reasoning_content: str | None = None
 
 
-class CommonBody(Struct, kw_only=True):
+class CommonBody(GrammarFields, kw_only=True):
     """What both routes take. Null means not given."""
 
     model: str | None = None
@@ -74,7 +76,6 @@ class ChatBody(CommonBody, kw_only=True):
     tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
-    response_format: dict[str, Any] | None = None
 
 
 class CompletionBody(CommonBody, kw_only=True):
