@@ -71,6 +71,7 @@ class Metrics:
         self.input_length = Histogram(linear(max_input_tokens))
         self.prefix_cache_queried_tokens = 0
         self.prefix_cache_hit_tokens = 0
+        self.draft_tokens = self.accepted_draft_tokens = 0
         self.batch_next_size = Histogram(SIZES)
         self.batch_inference_count = dict.fromkeys(METHODS, 0)
         self.batch_inference_success = dict.fromkeys(METHODS, 0)
@@ -120,6 +121,8 @@ class Metrics:
             "headrace_prefix_cache_hit_tokens", "counter", "Prompt tokens that needed no forward pass",
             self.prefix_cache_hit_tokens,
         )
+        plain("headrace_draft_tokens", "counter", "Draft tokens computed", self.draft_tokens)
+        plain("headrace_accepted_draft_tokens", "counter", "Draft tokens that were right", self.accepted_draft_tokens)
         histogram("tgi_batch_next_size", "Requests admitted at once", self.batch_next_size)
         labelled("tgi_batch_inference_count", "method", "Calls to the shard", self.batch_inference_count)
         labelled("tgi_batch_inference_success", "method", "Calls that ended well", self.batch_inference_success)

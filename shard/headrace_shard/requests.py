@@ -43,13 +43,15 @@ class Request:
 
 @dataclass(slots=True)
 class Detail:
-    """More about one request in one step; see the message of this name. `token` is what the step made, if anything."""
+    """More about one request in one step; see the message of this name. `tokens` are what the step made; `top` is parallel
+    to them, or empty.
+    """
 
     request_id: int
     finish_reason: int = UNFINISHED
     message: str | None = None
-    token: int | None = None
-    top: tuple[list[int], list[float]] | None = None
+    tokens: list[int] = field(default_factory=list)
+    top: list[tuple[list[int], list[float]]] = field(default_factory=list)
     prompt_logprobs: tuple[list[int], list[float]] | None = None
     seed: int = 0
     prompt_tokens: int = 0
@@ -67,6 +69,8 @@ class Timings:
     total: float = 0.0
     decode_tokens: int = 0
     prefill_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of the draft tokens
 
 
 @dataclass(slots=True)
@@ -87,3 +91,14 @@ class StepResult:
     hit_tokens: int = 0
     timings: Timings = field(default_factory=Timings)
     end: int = RUNNING
+
+    def add(self, detail: Detail) -> None:
+        """Take in what is known of one more token of a request; a request has one Detail in a step."""
+        earlier = next((d for d in self.details if d.request_id == detail.request_id), None)
+        if earlier is None:
+            self.details.append(detail)
+            return
+        earlier.finish_reason, earlier.message = detail.finish_reason, detail.message
+        earlier.generated_tokens = detail.generated_tokens
+        earlier.tokens += detail.tokens
+        earlier.top += detail.top

@@ -79,7 +79,8 @@ class LeadingRole:
             Leader(loaded.model, loaded.group), RunningBatch(loaded.rows, limits.max_total_tokens),
             BlockManager(limits.blocks), eos_ids=frozenset(folder.eos_token_ids), vocab_size=vocab,
             max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
-            step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching, grammars=grammars,
+            step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching, speculate=settings.speculate,
+            grammars=grammars,
         )
         admitted = RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab)
         self._service = GenerationService(

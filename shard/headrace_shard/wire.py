@@ -174,6 +174,7 @@ def step_message(result: rq.StepResult) -> pb.Step:
             forward_us=int(timings.forward * 1e6), sample_us=int(timings.sample * 1e6),
             total_us=int(timings.total * 1e6),
             decode_tokens=timings.decode_tokens, prefill_tokens=timings.prefill_tokens,
+            draft_tokens=timings.draft_tokens, accepted_tokens=timings.accepted_tokens,
         ),
     )
     message.intermediates.request_id.extend(result.request_ids)
@@ -192,10 +193,10 @@ def _add_detail(step: pb.Step, detail: rq.Detail) -> None:
         cached_tokens=detail.cached_tokens,
     )
     if detail.detokenizer:
-        text = detail.detokenizer.push(detail.token) if detail.token is not None else ""
+        text = "".join(detail.detokenizer.push(token) for token in detail.tokens)
         message.text = text + (detail.detokenizer.flush() if message.is_end else "")
-    if detail.top:
-        message.top.add(token_id=detail.top[0], logprob=detail.top[1])
+    for ids, logprobs in detail.top:
+        message.top.add(token_id=ids, logprob=logprobs)
     if detail.prompt_logprobs:
         message.prompt_logprobs.token_id.extend(detail.prompt_logprobs[0])
         message.prompt_logprobs.logprob.extend(detail.prompt_logprobs[1])
