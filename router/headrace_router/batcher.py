@@ -257,8 +257,8 @@ class Batcher:
             if entry is None:
                 continue  # has left here
             if detail is not None and detail.is_last:
-                del running[wire_id]
                 send_last(entry, token_id, logprob, token_id in special, detail)
+                self._roster.finish(wire_id)
             elif send_token(entry, token_id, logprob, token_id in special, detail):
                 self._leave(wire_id)
         for told in step.details:
@@ -274,7 +274,7 @@ class Batcher:
 
     def _end_rest(self, detail: pb.Detail) -> None:
         """A request has ended in the shard: free its place, and fail it if its last token did not come with that."""
-        entry = self._roster.end(detail.request_id)
+        entry = self._roster.finish(detail.request_id)
         if entry is not None:
             self._roster.fail([entry], GenerationFailed(detail.message or "the request ended without its last token"))
         self._unblock()
