@@ -45,6 +45,7 @@ class GenerateRequest:
     grammar: Grammar | None = None
     tenant: Tenant = ANONYMOUS
     workload: str = "chat"  # one of tenants.CLASSES
+    deadline: float | None = None  # of time.perf_counter(): too late for anything
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ async def prepare(
         sampling=sampling, stop=tuple(stop), keep_stop=True, top_n_tokens=top_n,
         prompt_logprobs=bool(given.decoder_input_details) and service.settings.enable_prefill_logprobs,
         grammar=await native_grammar(service, given.grammar), tenant=caller.tenant, workload=caller.workload,
+        deadline=caller.deadline,
     )
     whole = full_text if given.return_full_text is None else given.return_full_text
     return Prepared(

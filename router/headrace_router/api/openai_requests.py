@@ -117,8 +117,8 @@ def _request(
 ) -> GenerateRequest:
     return GenerateRequest(
         prompt=prompt, max_new_tokens=check_lengths(rules, len(prompt), max_tokens, service.limits),
-        sampling=sampling, stop=stop, keep_stop=False, top_n_tokens=top_n, grammar=grammar,
-        tenant=caller.tenant, workload=caller.workload,
+        sampling=sampling, stop=stop, keep_stop=False, top_n_tokens=top_n, grammar=grammar, tenant=caller.tenant,
+        workload=caller.workload, deadline=caller.deadline,
     )
 
 
