@@ -54,14 +54,16 @@ class Batcher:
 
     def __init__(
         self, shard: ShardClient, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, max_step_tokens: int = 0,
-        shard_restarts: bool = False,
+        itl_target_ms: int = 0, shard_restarts: bool = False,
     ) -> None:
-        """`max_step_tokens`: token budget of a step, 0 = the shard's own. `shard_restarts`: a dead shard comes back."""
+        """`max_step_tokens`: token budget of a step, 0 = the shard's own. `itl_target_ms`: how long steps with running
+        streams should take, 0 = no matter. `shard_restarts`: a dead shard comes back.
+        """
         self._shard = shard
         self._tokenizer = tokenizer
         self._limits = limits
         self._metrics = metrics
-        self._max_step_tokens = max_step_tokens
+        self._pacing = {"max_step_tokens": max_step_tokens, "itl_target_ms": itl_target_ms}
         self._shard_restarts = shard_restarts
         self._owner = secrets.token_hex(8)
         self._roster = Roster()
@@ -217,7 +219,7 @@ class Batcher:
             return
         request = pb.PrefillRequest(
             batch_id=self._batch_id, owner=self._owner, requests=[entry.to_wire() for entry in entries],
-            max_step_tokens=self._max_step_tokens,
+            **self._pacing,
         )
         self._admitting = True
         await self._send(Call("prefill", self._batch_id, self._shard.stub.Prefill(request), entries))
@@ -229,7 +231,7 @@ class Batcher:
         self._decode_due = False
         if not self._batch_id or (self._calls and self._calls[-1].method == "decode"):
             return
-        request = pb.DecodeRequest(batch_ids=[self._batch_id], owner=self._owner, max_step_tokens=self._max_step_tokens)
+        request = pb.DecodeRequest(batch_ids=[self._batch_id], owner=self._owner, **self._pacing)
         await self._send(Call("decode", self._batch_id, self._shard.stub.Decode(request), []))
 
     # --- reading ---

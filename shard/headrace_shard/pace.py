@@ -31,10 +31,14 @@ class Pace:
             self._decode += (timings.total - self._decode) * (self.WEIGHT if self._decode else 1.0)
 
     def prompt_tokens(self, target: float) -> int:
-        """Prompt tokens that fit beside the decode rows in `target` seconds; at least one block, so that prompts move."""
+        """Prompt tokens that fit beside the decode rows in `target` seconds.
+
+        Where the decode rows alone need most of it, prompts get as long again: a target that is too short for the batch
+        must not starve them.
+        """
         if not self._per_token:
             return BLOCK_SIZE
-        return max(BLOCK_SIZE, int((target - self._decode) / self._per_token))
+        return max(BLOCK_SIZE, int(max(target - self._decode, self._decode) / self._per_token))
 
     def draft_price(self) -> float:
         """What one draft token costs, as a part of a step without any."""
