@@ -13,8 +13,6 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import llguidance
-import llguidance.numpy
-import numpy as np
 
 from headrace._common.errors import Overloaded
 from headrace._common.grammars import Grammar, GrammarError, compile_grammar, refusal
@@ -75,15 +73,14 @@ class GrammarChecker:
             GrammarError: it does not get that far.
         """
         matcher = compile_grammar(grammar, self._tokenizer)
-        mask = llguidance.numpy.allocate_token_bitmask(1, self._tokenizer.vocab_size)
         for step in range(STEPS):
-            llguidance.numpy.fill_next_token_bitmask(matcher, mask)
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
             if matcher.is_error():
                 raise refusal(grammar, matcher.get_error())
-            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little")[:256])
-            if not len(allowed):
+            allowed = [byte for byte in range(256) if mask >> byte & 1]
+            if not allowed:
                 return
-            matcher.consume_token(int(allowed[step % len(allowed)]))
+            matcher.consume_token(allowed[step % len(allowed)])
 
 
 def _yield_to_others() -> None:

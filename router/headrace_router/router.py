@@ -55,7 +55,7 @@ class Router:
         self._tenants = Tenants(settings.api_key, keys_file, settings.workload)
         self._cors = Cors(settings.cors_allow_origin)
         self._folder = ModelFolder.open(settings.model_folder)
-        self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path)
+        self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path, settings.normalize)
         self._grammars = GrammarChecker()
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from headrace_shard.grammar.state import Constraint
 from headrace_shard.kv.blocks import blocks_for
-from headrace_shard.requests import Request
+from headrace_shard.requests import Request, TopTokens
 
 
 class RunningBatch:
@@ -43,6 +43,7 @@ class RunningBatch:
         self.special = np.zeros(slots, dtype=bool)  # asks for details of every step, or has stop ids
         self.requests: list[Request | None] = [None] * slots
         self.prompt_scores: list[list[float]] = [[] for _ in range(slots)]
+        self.prompt_top: list[list[TopTokens]] = [[] for _ in range(slots)]
         self.constraints: dict[int, Constraint] = {}
 
     @property
@@ -65,9 +66,9 @@ class RunningBatch:
         self.ends_at_eos[slot] = not request.ignore_eos or request.constraint is not None
         self.special[slot] = bool(request.top_n or request.detokenizer or request.stop_ids or request.prompt_logprobs)
         self.requests[slot] = request
+        self.prompt_scores[slot], self.prompt_top[slot] = [], []
         if request.constraint is not None:
             self.constraints[slot] = request.constraint
-        self.prompt_scores[slot] = []
         return slot
 
     def request(self, slot: int) -> Request:

@@ -38,7 +38,7 @@ from headrace_shard.kv.prefix import PrefixCache
 from headrace_shard.outcome import Outcome
 from headrace_shard.parallel.group import GroupBroken, Trouble
 from headrace_shard.requests import StepResult, Timings
-from headrace_shard.sampling.sampler import Choice, Row, choose
+from headrace_shard.sampling.sampler import Choice, Row, choose, most_likely
 from headrace_shard.scheduler import Plan, Scheduler
 from headrace_shard.speculation import Speculation
 from headrace_shard.step import StepInput
@@ -284,4 +284,7 @@ class Executor:
             rows = logits[part.at : part.at + part.count]
             tokens = self._rows.tokens[part.slot, part.start + 1 : part.start + 1 + part.count].astype(np.int64)
             picked = rows.gather(1, torch.from_numpy(tokens).to(rows.device)[:, None])[:, 0]
-            self._rows.prompt_scores[part.slot] += (picked - rows.logsumexp(-1)).tolist()
+            log_total = rows.logsumexp(-1)
+            self._rows.prompt_scores[part.slot] += (picked - log_total).tolist()
+            if count := self._rows.request(part.slot).prompt_top_n:
+                self._rows.prompt_top[part.slot] += most_likely(rows, log_total, count)

@@ -57,7 +57,7 @@ class Outcome:
                 table.result_of(batch)
                 batch.call.steps += 1
         if rows.constraints and self._grammars is not None:
-            grammar_steps.advance(plan, choice.tokens.tolist(), rows.constraints, self._grammars)
+            grammar_steps.advance(plan, choice.tokens.tolist(), rows, self._grammars)
         return right
 
     def fail(self, plan: Plan, message: str) -> None:
@@ -127,6 +127,8 @@ class Outcome:
         if request.prompt_logprobs and generated == 1:
             scores = [math.nan, *rows.prompt_scores[slot]]
             detail.prompt_logprobs = (rows.tokens[slot, :prompt].tolist(), scores)
+            if request.prompt_top_n:
+                detail.prompt_top = [([], []), *rows.prompt_top[slot]]
         if reason == ERROR:
             detail.tokens, detail.generated_tokens = [], generated - 1
             detail.message = "the model's logits are not finite numbers"

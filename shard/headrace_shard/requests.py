@@ -12,6 +12,7 @@ from headrace_shard.grammar.state import Constraint
 from headrace_shard.sampling.params import SamplingParams
 
 UNFINISHED, LENGTH, EOS_TOKEN, STOP_TOKEN, ERROR = range(5)  # Detail.FinishReason
+TopTokens = tuple[list[int], list[float]]  # ids and log probabilities, most likely first
 RUNNING, FINISHED, YIELDED, MAX_STEPS, CANCELLED = range(5)  # Step.End
 
 
@@ -35,6 +36,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     top_n: int = 0
     prompt_logprobs: bool = False
+    prompt_top_n: int = 0
     detokenizer: Detokenizer | None = None  # where the client wants text
     cache_salt: str = ""
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
@@ -53,6 +55,7 @@ class Detail:
     tokens: list[int] = field(default_factory=list)
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
     prompt_logprobs: tuple[list[int], list[float]] | None = None
+    prompt_top: list[TopTokens] = field(default_factory=list)  # of each prompt token, if asked for
     seed: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0

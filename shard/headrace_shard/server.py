@@ -33,6 +33,7 @@ from headrace_shard.loading import Loaded, load
 from headrace_shard.parallel.group import GroupBroken, Trouble
 from headrace_shard.parallel.runner import Follower, Leader
 from headrace_shard.relay import Relay
+from headrace_shard.sampling.params import Watermark
 from headrace_shard.service import Deliveries, GenerationService
 from headrace_shard.settings import ShardSettings
 from headrace_shard.wire import RequestLimits, RequestReader
@@ -83,9 +84,10 @@ class LeadingRole:
             grammars=grammars,
         )
         admitted = RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab)
+        watermark = Watermark(settings.watermark_gamma, settings.watermark_delta)
         self._service = GenerationService(
-            self._executor, deliveries, RequestReader(admitted, tokenizer, grammars),
-            info(settings, folder, loaded), warmup(loaded),
+            self._executor, deliveries, RequestReader(admitted, tokenizer, watermark, grammars),
+            info(settings, folder, loaded, grammars is not None), warmup(loaded),
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -107,7 +109,7 @@ class FollowingRole:
     def __init__(self, settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> None:
         self._follower = Follower(loaded.model, loaded.group, loaded.step_deadline)
         leader = f"unix:{settings.shard_uds_path}-0"
-        self._relay = Relay(leader, info(settings, folder, loaded), self._follower.trouble)
+        self._relay = Relay(leader, info(settings, folder, loaded, can_constrain(folder)), self._follower.trouble)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         server.add_generic_rpc_handlers((self._relay,))
@@ -137,7 +139,7 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
     folder = ModelFolder.open(settings.model_folder)
     loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder, f"{settings.shard_uds_path}-rendezvous"))
     tokenizer = Tokenizer(folder.tokenizer_path) if settings.rank == 0 else None
-    tokens = vocabulary(tokenizer, folder.eos_token_ids) if tokenizer and can_constrain(folder) else None
+    tokens = vocabulary(folder) if tokenizer else None
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
@@ -218,13 +220,13 @@ async def report(standard: health.aio.HealthServicer, status: int) -> None:
         await standard.set(name, status)
 
 
-def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> pb.InfoResponse:
-    """The answer to Info."""
+def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded, grammar: bool) -> pb.InfoResponse:
+    """The answer to Info. `grammar`: output can be constrained."""
     limits = loaded.limits
-    features = ["logprobs", "top_n_tokens", "prompt_logprobs", "resume"]
+    features = ["logprobs", "top_n_tokens", "prompt_logprobs", "prompt_top_n_tokens", "watermark", "resume"]
     if settings.prefix_caching:
         features.append("prefix_caching")
-    if can_constrain(folder):
+    if grammar:
         features.append("grammar")
     return pb.InfoResponse(
         model_id=settings.model_id or Path(settings.model_folder).name, dtype=loaded.dtype,

@@ -262,6 +262,8 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         step.intermediates.logprob.append(LOGPROB)
         if token_id == self.eos_id and not request.stopping.ignore_eos:
             reason = pb.Detail.EOS_TOKEN
+        elif token_id in request.stopping.stop_token_ids:
+            reason = pb.Detail.STOP_TOKEN
         elif row.generated >= request.stopping.max_new_tokens:
             reason = pb.Detail.LENGTH
         else:
@@ -278,6 +280,10 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
                 ids = request.token_ids.ids
                 detail.prompt_logprobs.token_id.extend(ids)
                 detail.prompt_logprobs.logprob.extend([float("nan"), *(-1.0 for _ in ids[1:])])
+                if most := request.want.prompt_top_n_tokens:
+                    detail.prompt_logprobs.top.add()
+                    for _ in ids[1:]:
+                        detail.prompt_logprobs.top.add(token_id=range(50, 50 + most), logprob=[-0.1] * most)
         row.begun = True
         if reason:
             del batch.rows[request.id]

@@ -100,6 +100,15 @@ async def test_openai_refusals(server: Running, body: dict[str, Any], words: str
     assert not server.shard.prefills
 
 
+@pytest.mark.parametrize("depth", range(900, 1000, 9))
+async def test_deep_schemas_are_refused_by_whoever_meets_their_depth(server: Running, depth: int) -> None:
+    schema = '{"items":' * depth + "{}" + "}" * depth
+    body = f'{{"inputs":"x","parameters":{{"grammar":{{"type":"json","value":{schema}}}}}}}'
+    headers = {"Content-Type": "application/json"}
+    async with server.session.post(f"{server.url}/generate", data=body, headers=headers) as reply:
+        assert reply.status in (400, 422), await reply.text()
+
+
 async def test_a_model_that_cannot_be_constrained(tmp_path: Path) -> None:
     write_text_model(tmp_path)
     shard = ScriptedShard()

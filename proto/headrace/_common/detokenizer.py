@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-EXACT = {"ByteLevel", "ByteFallback", "Metaspace"}  # decoders that map a token to bytes whatever stands before it
 _SPACE = "\u2581"  # the word boundary mark of SentencePiece
 
 
@@ -36,8 +35,8 @@ class TokenBytes:
         self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
         kinds = part_kinds(tokenizer.decoder)
         self._byte_level = "ByteLevel" in kinds
-        self._sentencepiece = not self._byte_level and bool(kinds & EXACT)
-        self.exact = bool(kinds & EXACT)
+        self._sentencepiece = not self._byte_level and bool(kinds & {"ByteFallback", "Metaspace"})
+        self.exact = self._byte_level or self._sentencepiece
 
     def __call__(self, token_id: int) -> bytes:
         """Bytes of one token; b"" for an id outside the vocabulary."""

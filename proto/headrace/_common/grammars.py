@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import llguidance
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from headrace._common.errors import InvalidRequest
 
@@ -21,6 +21,14 @@ Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_SOURCE = 128 * 1024  # characters
 MAX_REASON = 300  # characters of a refusal
+# What llguidance says, where it names neither the keyword nor the reason: (a piece of it, what is said instead or before it).
+REWORDED = (
+    ("oneOf constraints", "oneOf: only alternatives that exclude each other by type or by a constant property are supported"),
+    ("float range", "minimum, maximum: "), ("multiple of", "multipleOf: "), ("not present in a registry", "$ref: "),
+    ("Pointer '", "$ref: "), ("NoExtension", "no output can fulfil it"), ("panic:", "it is too large"),
+    ("fuel exhausted", "it is too complex: "), ("many items", "it is too complex: "), ("items; max", "it is too complex: "),
+    ("too many expressions", "it is too complex: "),
+)
 # Weak models write blanks for as long as they may: enough for a line break and an indent, not for a page.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,8}"}
 
@@ -98,8 +106,8 @@ def definition(grammar: Grammar) -> str:
     if grammar.kind == "ebnf":
         try:
             source = any_to_lark(source)
-        except (GbnfToLarkError, RecursionError) as error:
-            raise GrammarError(one_line(str(error)), "grammar") from None
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+            raise GrammarError(f"not EBNF: {one_line(str(error))}", "grammar") from None
     return make.grammar_from_lark(source)
 
 
@@ -151,9 +159,9 @@ def check_regex(pattern: str) -> None:
 def refusal(grammar: Grammar, error: str) -> GrammarError:
     """llguidance's error as one of ours, in one line."""
     reason = one_line(error)
-    if reason.startswith("panic"):
-        reason = "it is too large"
-    if grammar.kind == "json_schema" and ("regex" in reason):
+    if said := next((text for piece, text in REWORDED if piece in reason), ""):
+        reason = said + reason if said.endswith(": ") else said
+    elif grammar.kind == "json_schema" and "regex" in reason:
         named = [key for key in ("pattern", "patternProperties") if f'"{key}"' in grammar.source]
         reason = f"{' or '.join(named)}: {reason}" if named else reason
     return GrammarError(reason, "grammar")

@@ -105,7 +105,10 @@ def _plain(name: str, value: Any, field: str) -> Grammar | None:
 def _schema(value: Any, field: str) -> Grammar:
     """A schema: an object, or a string with one in JSON."""
     if isinstance(value, dict):
-        value = msgspec.json.encode(value).decode()
+        try:
+            value = msgspec.json.encode(value).decode()
+        except RecursionError:
+            raise InvalidRequest(f"`{field}` is not valid: the schema is nested too deeply", field) from None
     return _text("json_schema", value, field)
 
 

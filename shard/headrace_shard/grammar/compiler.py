@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import llguidance
@@ -15,7 +16,8 @@ import numpy as np
 from headrace._common.grammars import Grammar, GrammarError, compile_grammar, refusal
 from headrace_shard.grammar.state import Constraint, Mask
 
-KEPT = 128  # grammars that are kept compiled
+TRIED = 512  # tokens that are tried for whether they end an output
+KEPT = 64  # grammars that are kept compiled
 MASK_THREADS = 4  # a slow mask holds up only its own row, as long as there are threads for the others
 
 
@@ -26,21 +28,23 @@ class GrammarCompiler:
         """`vocab_size`: of the model, whose logits may be more than the tokenizer has tokens."""
         self._tokens, self._vocab_size = tokens, vocab_size
         self._known: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar", initializer=_yield_to_others)
-        self._filling = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="mask")
+        self._compiling = ThreadPoolExecutor(1, "grammar", _yield_to_others, (10,))
+        self._filling = ThreadPoolExecutor(MASK_THREADS, "mask", _yield_to_others, (5,))
         self._ready = threading.Condition()
         self.on_ready: Callable[[], None] = lambda: None  # called on these threads whenever a constraint gets ready
 
-    def start(self, grammar: Grammar, output: Sequence[int]) -> Constraint:
-        """The constraint of a request that has said `output` already; it gets ready by itself."""
+    def start(self, grammar: Grammar, output: Sequence[int], last: bool = False) -> Constraint:
+        """The constraint of a request that has said `output` already; it gets ready by itself. `last`: it gets one more
+        token.
+        """
         constraint = Constraint(grammar)
-        self._compiling.submit(self._begin, constraint, output)
+        self._compiling.submit(self._begin, constraint, output, last)
         return constraint
 
-    def advance(self, constraint: Constraint, token: int) -> None:
+    def advance(self, constraint: Constraint, token: int, last: bool = False) -> None:
         """The request has got this token: find what may follow."""
         constraint.busy = True
-        self._filling.submit(self._follow, constraint, token)
+        self._filling.submit(self._follow, constraint, token, last)
 
     def wait(self, constraints: Sequence[Constraint], seconds: float) -> None:
         """Wait until these are ready, no longer than so many seconds."""
@@ -54,32 +58,53 @@ class GrammarCompiler:
 
     # on the threads
 
-    def _begin(self, constraint: Constraint, output: Sequence[int]) -> None:
-        try:
+    def _begin(self, constraint: Constraint, output: Sequence[int], last: bool) -> None:
+        with self._work(constraint):
             constraint.matcher = self._matcher(constraint.grammar)
-            if not constraint.matcher.consume_tokens(list(output)):
-                raise refusal(constraint.grammar, constraint.matcher.get_error())
-            constraint.mask = self._fill(constraint, constraint.matcher)
-        except GrammarError as error:
-            constraint.error = f"grammar: {error}"
-        self._done(constraint)
+            self._go_on(constraint, constraint.matcher, list(output), last)
 
-    def _follow(self, constraint: Constraint, token: int) -> None:
-        matcher = constraint.matcher
-        assert matcher is not None
+    def _follow(self, constraint: Constraint, token: int, last: bool) -> None:
+        with self._work(constraint):
+            assert constraint.matcher is not None
+            self._go_on(constraint, constraint.matcher, [token], last)
+
+    @contextlib.contextmanager
+    def _work(self, constraint: Constraint) -> Iterator[None]:
+        """Whatever happens within, the constraint is ready afterwards, or has an error."""
+        constraint.error = "the grammar could not be followed"
         try:
-            if not matcher.consume_token(token):
-                raise refusal(constraint.grammar, matcher.get_error())
-            constraint.mask = self._fill(constraint, matcher)
+            yield
+            constraint.error = None
         except GrammarError as error:
             constraint.error = f"grammar: {error}"
-        self._done(constraint)
+        finally:
+            with self._ready:
+                constraint.busy = False
+                self._ready.notify_all()
+            self.on_ready()
 
-    def _done(self, constraint: Constraint) -> None:
-        with self._ready:
-            constraint.busy = False
-            self._ready.notify_all()
-        self.on_ready()
+    def _go_on(self, constraint: Constraint, matcher: llguidance.LLMatcher, tokens: list[int], last: bool) -> None:
+        """
+        Raises:
+            GrammarError: these tokens cannot follow, or nothing can follow them.
+        """
+        if not matcher.consume_tokens(tokens):
+            raise refusal(constraint.grammar, matcher.get_error())
+        mask = self._fill(constraint, matcher)
+        constraint.mask = self._ending(matcher, mask) if last else mask
+
+    def _ending(self, matcher: llguidance.LLMatcher, mask: Mask) -> Mask:
+        """The tokens after which the output is whole; the mask as it is if none is found. Of many only short ones are tried:
+        brackets, quotes, digits.
+        """
+        tried = np.flatnonzero(mask)
+        if len(tried) > TRIED:
+            tried = np.array([i for i in tried if len(self._tokens.decode_bytes([int(i)])) <= 2], dtype=np.int64)
+        ending = np.zeros_like(mask)
+        for token in tried[:TRIED].tolist():
+            after = matcher.deep_copy()
+            ending[token] = after.consume_token(token) and after.is_accepting()
+        return ending if ending.any() else mask
 
     def _matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
         """A matcher at the beginning of the grammar."""
@@ -106,6 +131,6 @@ class GrammarCompiler:
         return mask
 
 
-def _yield_to_others() -> None:
-    """Compiling must not take a core from the steps."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+def _yield_to_others(niceness: int) -> None:
+    """A thread that works for long must not take a core from the forward pass."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from headrace_shard.batch import RunningBatch
 from headrace_shard.grammar.compiler import GrammarCompiler
 from headrace_shard.grammar.state import Constraint
 from headrace_shard.scheduler import Plan
@@ -45,8 +46,9 @@ def settle(plan: Plan, constraints: dict[int, Constraint], grammars: GrammarComp
     return plan, failed
 
 
-def advance(plan: Plan, tokens: list[int], constraints: dict[int, Constraint], grammars: GrammarCompiler) -> None:
+def advance(plan: Plan, tokens: list[int], rows: RunningBatch, grammars: GrammarCompiler) -> None:
     """Tell the constraints of rows that go on which tokens they got; their masks are found beside what follows."""
     for slot, token in zip(plan.sampled.tolist(), tokens, strict=True):
-        if constraint := constraints.get(slot):
-            grammars.advance(constraint, token)
+        if constraint := rows.constraints.get(slot):
+            left = rows.max_new[slot] + rows.prompt[slot] - rows.known[slot]
+            grammars.advance(constraint, token, bool(left == 1))

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import llguidance
 
-from headrace._common.detokenizer import EXACT, unfold
-from headrace._common.model_folder import ModelFolder, read_json
-from headrace._common.tokenizing import Tokenizer
+from headrace._common.detokenizer import unfold
+from headrace._common.model_folder import ModelFolder, read_json, read_text
 
-
-class Vocabulary:
-    """The bytes of every token, in the form that llguidance asks of a tokenizer of somebody else's."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = eos_ids[0]
-        size = max(tokenizer.vocab_size, *(i + 1 for i in eos_ids))
-        self.tokens = [tokenizer.bytes_of(i) for i in range(size)]
-        # End tokens are never text, whatever the tokenizer calls them.
-        self.special_token_ids = sorted(i for i in tokenizer.special_ids.union(eos_ids) if i < size)
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        """Token ids of a text; llguidance has broken characters replaced before it asks."""
-        plain = text if isinstance(text, str) else text.decode("utf-8", "replace")
-        return self._tokenizer.encode(plain, add_special_tokens=False)
+DECODERS = {"ByteLevel", "ByteFallback"}  # of which llguidance knows the bytes of each token
+log = logging.getLogger(__name__)
 
 
 def can_constrain(folder: ModelFolder) -> bool:
     """Whether a grammar can rule the model's output: it has end tokens, and a token's text depends on no other."""
     decoder = read_json(folder.tokenizer_path).get("decoder")
     kinds = {step["type"] for step in unfold(decoder)} if decoder else set()
-    return bool(folder.eos_token_ids and kinds & EXACT)
+    return bool(folder.eos_token_ids and kinds & DECODERS)
 
 
-def vocabulary(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> llguidance.LLTokenizer:
-    """The tokens of a model that can be constrained; takes some 0.4 s for 50,000 of them."""
-    return llguidance.LLTokenizer(Vocabulary(tokenizer, eos_ids), eos_token=list(eos_ids))  # type: ignore[arg-type]
+def vocabulary(folder: ModelFolder) -> llguidance.LLTokenizer | None:
+    """The tokens of a model that can be constrained, else None; takes some 0.4 s for 50,000 of them.
+
+    Where only one text can follow, llguidance lets only the tokens follow into which the tokenizer cuts it.
+    """
+    if not can_constrain(folder):
+        return None
+    return tokens_of(read_text(folder.tokenizer_path), folder.eos_token_ids)
+
+
+def tokens_of(tokenizer_json: str, eos_ids: Sequence[int]) -> llguidance.LLTokenizer | None:
+    """The tokens of a tokenizer; None, with a line in the log, if llguidance does not know its kind."""
+    try:
+        # End tokens are never text, whatever the tokenizer calls them.
+        return llguidance.LLTokenizer(tokenizer_json, eos_token=list(eos_ids))
+    except ValueError as error:
+        log.warning("grammars are not offered: %s", error)
+        return None

@@ -144,9 +144,13 @@ def _top(logits: torch.Tensor, log_total: torch.Tensor, rows: Sequence[Row]) -> 
         return {}
     most = max(rows[i].top_n for i in asked)
     at = torch.tensor(asked, device=logits.device)
-    values, ids = logits[at].topk(min(most, logits.shape[1]), dim=-1)
-    logprobs = (values - log_total[at, None]).tolist()
+    found = most_likely(logits[at], log_total[at], most)
     return {
-        i: (names[: rows[i].top_n], lps[: rows[i].top_n])
-        for i, names, lps in zip(asked, ids.tolist(), logprobs, strict=True)
+        i: (ids[: rows[i].top_n], logprobs[: rows[i].top_n]) for i, (ids, logprobs) in zip(asked, found, strict=True)
     }
+
+
+def most_likely(logits: torch.Tensor, log_total: torch.Tensor, count: int) -> list[tuple[list[int], list[float]]]:
+    """For each row of logits [rows, vocab]: the `count` most likely tokens and their log probabilities."""
+    values, ids = logits.topk(min(count, logits.shape[1]), dim=-1)
+    return list(zip(ids.tolist(), (values - log_total[:, None]).tolist(), strict=True))

@@ -31,11 +31,16 @@ def accepts(grammar: Grammar, text: str) -> bool:
     (Grammar("json_schema", '{"required": "a"}'), "'required'"),
     (Grammar("json_schema", '{"type": "array", "uniqueItems": true}'), '"uniqueItems"'),
     (Grammar("json_schema", '{"properties": {"a": {"pattern": "["}}}'), "pattern: regex: unclosed character class"),
-    (Grammar("json_schema", '{"$ref": "http://example.com/x"}'), "http://example.com/x"),
+    (Grammar("json_schema", '{"$ref": "http://example.com/x"}'), "$ref: "),
+    (Grammar("json_schema", '{"$ref": "#/x"}'), "$ref: "),
+    (Grammar("json_schema", '{"oneOf": [{}, {}]}'), "oneOf: "), (Grammar("json_schema", '{"multipleOf": 0}'), "multipleOf: "),
+    (Grammar("json_schema", '{"type": "number", "minimum": 1e-9, "maximum": 1e30}'), "minimum, maximum: "),
+    (Grammar("json_schema", '{"type": "integer", "multipleOf": 999999937}'), "too complex"),
     (Grammar("json_schema", "[" * 100_000), "a schema is a JSON object"),
     (Grammar("json_schema", '{"a":' * 1000 + "1" + "}" * 1000), "recursion"),
     (Grammar("choice", "[]"), "at least one string"), (Grammar("choice", '["a", 1]'), "at least one string"),
-    (Grammar("lark", "start: foo"), "foo"), (Grammar("ebnf", "root ::= ("), "Expected"),
+    (Grammar("lark", "start: foo"), "foo"), (Grammar("ebnf", "root ::= ("), "not EBNF"),
+    (Grammar("ebnf", "root ::= x"), "'x' not found"),
     (Grammar("lark", "start: " + "(" * 9000 + '"a"' + ")" * 9000), "nested"),
 ])
 def test_refusals_say_why_in_one_line(grammar: Grammar, words: str) -> None:

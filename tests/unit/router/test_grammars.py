@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -88,9 +87,14 @@ async def test_the_event_loop_goes_on_while_one_compiles(checker: GrammarChecker
 
 
 async def test_a_wait_has_an_end(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[Any] = []
+    done: list[Grammar] = []
+
+    def slow(self: GrammarChecker, grammar: Grammar) -> None:
+        time.sleep(0.2)
+        done.append(grammar)
+
     monkeypatch.setattr(grammars, "WAIT_SECONDS", 0.02)
-    monkeypatch.setattr(GrammarChecker, "_try", lambda self, grammar: time.sleep(0.2) or done.append(grammar))
+    monkeypatch.setattr(GrammarChecker, "_try", slow)
     with pytest.raises(Overloaded, match="grammars"):
         await checker.check(Grammar("regex", "x"))
     assert not done

@@ -7,13 +7,17 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
+from llguidance.numpy import fill_next_token_bitmask
+from tokenizers import normalizers
 
+from headrace._common.detokenizer import TokenBytes
 from headrace._common.errors import HeadraceError
 from headrace._common.grammars import Grammar, compile_grammar
 from headrace._common.tokenizing import Tokenizer
@@ -23,12 +27,13 @@ from headrace_shard.executor import Delivery, Executor
 from headrace_shard.grammar import compiler as compiling
 from headrace_shard.grammar.compiler import GrammarCompiler
 from headrace_shard.grammar.state import Constraint
-from headrace_shard.grammar.vocabulary import vocabulary
+from headrace_shard.grammar.vocabulary import tokens_of
 from headrace_shard.kv.blocks import BlockManager
 from headrace_shard.requests import EOS_TOKEN, ERROR, LENGTH, STOP_TOKEN, Detail, Request
 from headrace_shard.sampling.params import SamplingParams
 from headrace_shard.step import StepInput
 from tests.models import write_tiny_model
+from tests.unit.common.test_detokenizer import sentencepiece, wordpiece
 
 EOS, VOCAB = 2, 320  # 20 rows of the model's head have no token
 SCHEMAS: list[dict[str, Any]] = [
@@ -73,9 +78,11 @@ class FlatModel:
 class Driver:
     """An executor without its thread, with a tokenizer in which every byte is a token."""
 
-    def __init__(self, tokenizer: Tokenizer, blocks: int = 200) -> None:
-        self.model, self.tokenizer = FlatModel(), tokenizer
-        self.compiler = GrammarCompiler(vocabulary(tokenizer, (EOS,)), VOCAB)
+    def __init__(self, path: Path, blocks: int = 200) -> None:
+        self.model, self.path, self.tokenizer = FlatModel(), path, Tokenizer(path)
+        tokens = tokens_of(path.read_text("utf-8"), (EOS,))
+        assert tokens
+        self.compiler = GrammarCompiler(tokens, VOCAB)
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.ends: dict[int, Detail] = {}
         self.preempted: list[int] = []
@@ -100,7 +107,7 @@ class Driver:
         self, number: int, grammar: Grammar | None, max_new: int = 400, said: list[int] | None = None, **more: Any
     ) -> Request:
         output = said or []
-        constraint = self.compiler.start(grammar, output) if grammar else None
+        constraint = self.compiler.start(grammar, output, max_new - len(output) == 1) if grammar else None
         params = more.pop("params", SamplingParams(sampled=True, seed=number))
         return Request(
             number, np.array([20, 21, *output], dtype=np.int32), len(output), max_new, params=params, constraint=constraint,
@@ -127,13 +134,14 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write_tiny_model(tmp_path_factory.mktemp("tiny")) / "tokenizer.json")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer.json."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny")) / "tokenizer.json"
 
 
 @pytest.fixture
-def driver(tokenizer: Tokenizer) -> Iterator[Driver]:
-    made = Driver(tokenizer)
+def driver(path: Path) -> Iterator[Driver]:
+    made = Driver(path)
     yield made
     made.compiler.close()
 
@@ -177,7 +185,7 @@ def test_free_and_greedy_requests_in_the_same_batch(driver: Driver) -> None:
         driver.request(1, Grammar("regex", "[5-9]{4}"), params=greedy), driver.request(2, None, 12, params=free),
         driver.request(3, Grammar("regex", "[A-C]{4}")),
     )
-    alone = Driver(driver.tokenizer)
+    alone = Driver(driver.path)
     alone.run(alone.request(2, None, 12, params=free))
     alone.compiler.close()
     assert driver.text(1) == "5555"
@@ -190,18 +198,18 @@ def test_a_request_that_resumes_goes_on_with_the_same_text(driver: Driver, cut: 
     grammar = schema(SCHEMAS[1])
     driver.run(driver.request(1, grammar))
     whole = driver.tokens[1]
-    again = Driver(driver.tokenizer)
+    again = Driver(driver.path)
     params = SamplingParams(sampled=True, seed=1)
     again.run(again.request(5, grammar, said=whole[:cut], params=params))
     again.compiler.close()
     assert whole[:cut] + again.tokens[5] == whole
 
 
-def test_a_preempted_request_resumes(tokenizer: Tokenizer) -> None:
+def test_a_preempted_request_resumes(path: Path) -> None:
     def grammar() -> Grammar:
         return Grammar("regex", "[a-z]{60}")
 
-    tight = Driver(tokenizer, blocks=6)
+    tight = Driver(path, blocks=6)
     tight.run(*(tight.request(n, grammar()) for n in (1, 2, 3)), until=lambda: bool(tight.preempted))
     tight.go(lambda: len(tight.ends) + len(tight.preempted) == 3)
     victim = tight.preempted[0]
@@ -211,7 +219,7 @@ def test_a_preempted_request_resumes(tokenizer: Tokenizer) -> None:
     tight.executor.submit(Call("", (2,)))
     tight.go(lambda: victim in tight.ends)
     tight.compiler.close()
-    roomy = Driver(tokenizer)
+    roomy = Driver(path)
     roomy.run(roomy.request(victim, grammar()))
     roomy.compiler.close()
     assert said
@@ -232,6 +240,23 @@ def test_ends(driver: Driver) -> None:
     assert (driver.ends[3].finish_reason, driver.text(3)) == (EOS_TOKEN, "abc")
     assert driver.ends[4].finish_reason == EOS_TOKEN
     assert len(driver.tokens[4]) > 30
+
+
+@pytest.mark.parametrize(("grammar", "limit", "whole"), [
+    (Grammar("regex", "[a-c]+!"), 6, True), (Grammar("regex", "[0-9]+"), 4, True), (Grammar("regex", "a"), 1, True),
+    (Grammar("json_schema", '{"type": "array", "items": {"const": 1}, "x-guidance": {"whitespace_flexible": false}}'), 6, True),
+    (Grammar("regex", "a{3}bc"), 4, False), (schema(SCHEMAS[1]), 5, False),
+])
+def test_what_the_limit_cuts_is_whole_if_one_token_can_make_it_so(
+    driver: Driver, grammar: Grammar, limit: int, whole: bool
+) -> None:
+    driver.run(*(driver.request(n, grammar, limit) for n in range(1, 8)))
+    for number in range(1, 8):
+        reason, text = driver.ends[number].finish_reason, driver.text(number)
+        assert reason == (LENGTH if len(driver.tokens[number]) == limit and driver.tokens[number][-1] != EOS else EOS_TOKEN)
+        matcher = compile_grammar(grammar, driver.compiler._tokens)
+        assert matcher.consume_tokens([t for t in driver.tokens[number] if t != EOS])
+        assert matcher.is_accepting() == (whole or reason == EOS_TOKEN), text
 
 
 def test_log_probabilities_are_the_models_own(driver: Driver) -> None:
@@ -260,11 +285,9 @@ def test_a_bad_grammar_ends_its_request_alone(driver: Driver, grammar: Grammar, 
     assert driver.text(3) == "aaaaaa"
 
 
-def test_a_vocabulary_that_cannot_write_the_grammar(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(tokenizer)
+def test_a_vocabulary_that_cannot_write_the_grammar(driver: Driver) -> None:
     driver.compiler._vocab_size = 10  # the model has no row for any letter
     driver.run(driver.request(1, Grammar("regex", "a+")))
-    driver.compiler.close()
     assert driver.ends[1].message == "grammar: the vocabulary has no token that can follow"
 
 
@@ -303,3 +326,25 @@ def test_a_grammar_is_compiled_once(driver: Driver, monkeypatch: pytest.MonkeyPa
     driver.run(*(driver.request(n, Grammar("regex", "[ab]{8}")) for n in range(1, 7)))
     assert len(compiled) == 1
     assert len({driver.text(n) for n in range(1, 7)}) > 1
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_byte_fallback_tokens_are_what_the_detokenizer_makes_of_them(strip: bool) -> None:
+    made = sentencepiece(strip)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokens, ours = tokens_of(made.to_str(), (1,)), TokenBytes(made)
+    assert tokens
+    assert all(tokens.decode_bytes([i]) == ours(i) for i in range(2, made.get_vocab_size()) if i != made.token_to_id("<0xFF>"))
+    matcher, said = compile_grammar(Grammar("regex", "the sky( is)+ é世!"), tokens), b""
+    mask = np.zeros((1, (tokens.vocab_size + 31) // 32), dtype=np.int32)
+    while not matcher.is_stopped():
+        fill_next_token_bitmask(matcher, mask)
+        token = int(np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little"))[-1])
+        said += ours(token)
+        matcher.consume_token(token)
+    assert re.fullmatch("the sky( is)+ é世!", said.decode())
+
+
+def test_a_tokenizer_of_another_kind_offers_no_grammars() -> None:
+    assert tokens_of(wordpiece().to_str(), (0,)) is None
+    assert tokens_of(sentencepiece().to_str(), (1000,)) is None

@@ -53,19 +53,21 @@ def test_lookup(tokens: list[int], most: int, found: list[int]) -> None:
     assert lookup(np.array(tokens, dtype=np.int32), most).tolist() == found
 
 
-def test_several_tokens_leave_in_one_step_and_are_those_of_plain_decoding() -> None:
+def test_several_tokens_leave_in_one_step_and_are_those_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     d = Driver(speculate=4, step_tokens=64)
     d.model.says = cycle
+    monkeypatch.setattr(d.executor._scheduler.pace, "draft_price", lambda: 0.1)
     tokens, _ = serve(d, request(1, [5, 6, 7], 90))
     assert tokens[1] == continued(cycle, [5, 6, 7], 90)
     assert len(d.model.sizes) < 60
     assert d.blocks.free == 40
 
 
-def test_details_of_one_step_are_one_message() -> None:
+def test_details_of_one_step_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {i: bytes([97 + i % 26]) for i in range(50)}
     d = Driver(speculate=4, step_tokens=64)
     d.model.says = cycle
+    monkeypatch.setattr(d.executor._scheduler.pace, "draft_price", lambda: 0.1)
     detokenizer = Detokenizer(cast(TokenBytes, table.__getitem__), frozenset())
     tokens, details = serve(d, request(1, [5, 6, 7], 60, top_n=2, detokenizer=detokenizer))
     assert sum(len(x.top) for x in details) == 60
