@@ -33,7 +33,9 @@ def details() -> None:
 @check("text_generation: stream")
 def stream() -> None:
     pieces = list(client.text_generation(PROMPT, max_new_tokens=5, stream=True))
-    assert "".join(pieces) == client.text_generation(PROMPT, max_new_tokens=5)
+    assert len(pieces) == 5
+    assert client.text_generation(PROMPT, max_new_tokens=5, return_full_text=False) == "".join(pieces)
+    assert client.text_generation(PROMPT, max_new_tokens=5) == PROMPT + "".join(pieces)  # the default of POST /
 
 
 @check("text_generation: stream with details")
@@ -48,7 +50,7 @@ def stream_details() -> None:
 def parameters() -> None:
     reply = client.text_generation(
         PROMPT, max_new_tokens=8, do_sample=True, temperature=0.7, top_k=30, top_p=0.9, typical_p=0.95,
-        repetition_penalty=1.1, seed=3, best_of=2, top_n_tokens=2, stop=["\n"], details=True, truncate=100,
+        repetition_penalty=1.1, best_of=2, top_n_tokens=2, stop=["\n"], details=True, truncate=100,
     )
     assert len(reply.details.best_of_sequences) == 1
     assert len(reply.details.top_tokens[0]) == 2
@@ -56,8 +58,10 @@ def parameters() -> None:
 
 @check("text_generation: grammar")
 def grammar() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    reply = client.text_generation("JSON:", max_new_tokens=40, grammar={"type": "json", "value": schema})
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+    reply = client.text_generation(
+        "JSON:", max_new_tokens=40, return_full_text=False, grammar={"type": "json", "value": schema}
+    )
     assert isinstance(json.loads(reply)["a"], bool)
 
 
