@@ -34,6 +34,7 @@ from headrace_shard.calls import BatchTable, Call
 from headrace_shard.kv.blocks import BlockManager
 from headrace_shard.parallel.group import GroupBroken, Trouble
 from headrace_shard.requests import EOS_TOKEN, ERROR, LENGTH, STOP_TOKEN, Detail, StepResult, Timings
+from headrace_shard.sampling.passes import Passes, TorchPasses
 from headrace_shard.sampling.sampler import Choice, Row, choose
 from headrace_shard.scheduler import Plan, Scheduler
 from headrace_shard.step import StepInput
@@ -69,8 +70,10 @@ class Executor:
     def __init__(
         self, runner: Runner, rows: RunningBatch, blocks: BlockManager, *, eos_ids: frozenset[int], vocab_size: int,
         max_step_tokens: int, batch_lease: float, deliver: Callable[[Delivery], None], step_deadline: float,
+        passes: Passes | None = None,
     ) -> None:
         """`deliver` is called from the executor's thread; `step_deadline`: seconds after which a step counts as hung."""
+        self._passes = passes or TorchPasses()
         self._runner, self._rows, self._deliver = runner, rows, deliver
         self._table = BatchTable(rows, blocks, batch_lease)
         self._scheduler = Scheduler(self._table, max_step_tokens)
@@ -237,7 +240,7 @@ class Executor:
     def _choose(self, plan: Plan, logits: torch.Tensor) -> Choice:
         if len(plan.sample_at) < len(logits):
             logits = logits[torch.from_numpy(plan.sample_at)]
-        return choose(logits, [self._sampling_row(slot) for slot in plan.sampled.tolist()])
+        return choose(logits, [self._sampling_row(slot) for slot in plan.sampled.tolist()], self._passes)
 
     def _sampling_row(self, slot: int) -> Row:
         rows = self._rows

@@ -18,6 +18,7 @@ from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.kv.capacity import Limits, free_memory, limits
 from headrace_shard.models import Model, family_of, load_model
 from headrace_shard.parallel.group import Alone, DistributedGroup, Group, first_line
+from headrace_shard.sampling.passes import Passes
 from headrace_shard.settings import ShardSettings
 from headrace_shard.step import Chunk, StepInput
 from headrace_shard.weights import open_weights
@@ -34,6 +35,7 @@ class Loaded:
     """A model, or one rank's part of it, that is ready to run, and what was found while it was made so."""
 
     model: Model
+    passes: Passes
     group: Group
     limits: Limits
     rows: int
@@ -77,7 +79,7 @@ def load(settings: ShardSettings, folder: ModelFolder, rendezvous: str) -> Loade
             deadline = group.limit(deadline)
             Path(rendezvous).unlink(missing_ok=True)  # all have met
     return Loaded(
-        model, group, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type], dtype,
+        model, backend.passes, group, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type], dtype,
         weights.quantization or "" if backend.kinds else "", device.type,
         time.perf_counter() - start, slowest, deadline,
     )

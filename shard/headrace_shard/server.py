@@ -71,7 +71,7 @@ class LeadingRole:
             Leader(loaded.model, loaded.group), RunningBatch(loaded.rows, limits.max_total_tokens),
             BlockManager(limits.blocks), eos_ids=frozenset(folder.eos_token_ids), vocab_size=vocab,
             max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
-            step_deadline=loaded.step_deadline,
+            step_deadline=loaded.step_deadline, passes=loaded.passes,
         )
         reader = RequestReader(RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab), tokenizer)
         self._service = GenerationService(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from headrace_shard.sampling.passes import Passes
 from headrace_shard.step import StepInput
 from headrace_shard.weights.source import Blocks, Table
 
@@ -29,6 +30,7 @@ class Backend(Protocol):
     holds its part of the weights; `embed`, `output`, `mlp` and `head` do the collectives that their parts need.
     """
 
+    passes: Passes  # over the logits
     kinds: Collection[int]  # GGUF tensor types that `pack_linear` takes as blocks
 
     def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Any:
@@ -51,6 +53,9 @@ class Backend(Protocol):
 
     def embed(self, table: Any) -> torch.Tensor:
         """Rows of the step's token ids: [tokens, hidden]."""
+
+    def run(self, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """`layers(x)`, with the same function at every step: a backend may record what it calls here, and repeat that."""
 
     def norm_qkv(self, x: torch.Tensor, norm: Any, qkv: Any) -> torch.Tensor:
         """[tokens, (heads + 2 kv_heads) head_dim]."""

@@ -8,7 +8,7 @@ torch twin, operation by operation. A row's result never depends on the rows bes
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +19,16 @@ from headrace_shard.backends.onednn_backend import MappedEmbedding
 from headrace_shard.backends.torch_backend import TorchBackend
 from headrace_shard.kernels import library as kernels
 from headrace_shard.kernels.library import Library
+from headrace_shard.kernels.recording import Call, Recording
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.parallel.group import Group
+from headrace_shard.sampling.passes import Passes
 from headrace_shard.step import StepInput
 from headrace_shard.weights.source import Blocks, Table
 
 TILE_ROWS = 6  # (query, head) pairs that share what is read of the cache
 MAX_HEAD_DIM = 512
+MIN_ROOM = 32  # rows
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ class CpuBackend(TorchBackend):
         super().__init__(torch.float32, torch.device("cpu"), group)
         library.set_threads(threads)
         self._library, self._own = library, own_weights
+        self.passes: Passes = library
+        self._code: Library | Recording = library  # where the operations' calls go
+        self._layers: ctypes.Array[Call] | None = None
+        self._room = 0  # rows that buffers have
+        self._heads: dict[AttentionShape, kernels.Heads] = {}
+        self._tiles = kernels.Tiles()
         self.kinds: Collection[int] = kernels.FORMATS if own_weights else ()
         self._covers_attention = False
         self._angles = Angles()
@@ -92,6 +101,7 @@ class CpuBackend(TorchBackend):
             return
         size = (blocks + 1, shape.kv_heads, 2 * BLOCK_SIZE * shape.head_dim)
         self._cache = [self._zeros(size, self.kv_dtype(shape)) for _ in range(layers)]
+        self._layers = None
         self._tile = max(1, TILE_ROWS // (shape.heads // shape.kv_heads))
 
     def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:
@@ -102,7 +112,21 @@ class CpuBackend(TorchBackend):
         self._wanted = torch.from_numpy(step.logit_rows)
         self._all_wanted = len(step.logit_rows) == len(step.token_ids)
         self._angles.cover(int(step.positions.max()) + 1, inverse_frequencies)
-        self._tiles, self._kept = tiles_of(step, self._angles, self._tile)
+        tiles, self._kept = tiles_of(step, self._angles, self._tile)
+        ctypes.pointer(self._tiles)[0] = tiles  # in place: what was recorded has its address
+
+    def run(self, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Records the layers' calls and makes them in one: Python between them would cost a tenth of a one-row step."""
+        if self._group.world_size > 1 or not self._covers_attention:
+            return layers(x)
+        given, x = x, self._buffer("x", *x.shape)
+        x.copy_(given)
+        if self._layers is None:
+            self._code = recording = Recording()
+            layers(x)
+            self._code, self._layers = self._library, recording.calls()
+        self._library.run(self._layers, len(x))
+        return x
 
     def norm_qkv(self, x: torch.Tensor, norm: PackedNorm, qkv: Packed) -> torch.Tensor:  # type: ignore[override]
         out = self._buffer("qkv", len(x), qkv.width) if self._covers_attention else None
@@ -113,11 +137,13 @@ class CpuBackend(TorchBackend):
             return super().attention(qkv, layer, shape)
         out = self._buffer("attended", len(qkv), shape.heads * shape.head_dim)
         cache = self._cache[layer]
-        heads = kernels.Heads(
-            shape.heads, shape.kv_heads, shape.head_dim, shape.window or 0, int(cache.dtype == torch.float16)
-        )
-        self._library.attention(
-            qkv.data_ptr(), ctypes.addressof(heads), ctypes.addressof(self._tiles), cache.data_ptr(), out.data_ptr()
+        if shape not in self._heads:
+            self._heads[shape] = kernels.Heads(
+                shape.heads, shape.kv_heads, shape.head_dim, shape.window or 0, int(cache.dtype == torch.float16)
+            )
+        self._code.attention(
+            qkv.data_ptr(), ctypes.addressof(self._heads[shape]), ctypes.addressof(self._tiles), cache.data_ptr(),
+            out.data_ptr(),
         )
         return out
 
@@ -129,7 +155,7 @@ class CpuBackend(TorchBackend):
     def mlp(self, x: torch.Tensor, norm: PackedNorm, gate_up: Packed, down: Packed) -> torch.Tensor:  # type: ignore[override]
         alone = self._group.world_size == 1
         out = x if alone else torch.empty_like(x)
-        self._library.mlp(
+        self._code.mlp(
             x.data_ptr(), len(x), norm.address, gate_up.address, down.address, x.data_ptr() if alone else None, out.data_ptr()
         )
         return out if alone else x + self._group.sum(out)
@@ -146,19 +172,21 @@ class CpuBackend(TorchBackend):
         if out is None:
             out = torch.empty((len(x), weights.width))
         if len(x):
-            self._library.linear(
+            self._code.linear(
                 x.data_ptr(), len(x), norm.address if norm else None, weights.address, weights.count,
                 residual.data_ptr() if residual is not None else None, out.data_ptr(),
             )
         return out
 
-
     def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
-        """Memory that lives from one operation to the next and is the same in every layer."""
-        found = self._buffers.get(name)
-        if found is None or found.shape != (rows, width):
-            found = self._buffers[name] = torch.empty((rows, width))
-        return found
+        """Memory that is the same in every layer and every step; where more rows want it all are made anew."""
+        if rows > self._room:
+            self._room = max(MIN_ROOM, 1 << (rows - 1).bit_length())
+            self._buffers.clear()
+            self._layers = None
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty((self._room, width))
+        return self._buffers[name][:rows]
 
 
 class Angles:

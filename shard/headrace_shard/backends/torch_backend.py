@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from headrace_shard.backends.base import AttentionShape
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.parallel.group import Group
+from headrace_shard.sampling.passes import Passes, TorchPasses
 from headrace_shard.step import Chunk, StepInput
 from headrace_shard.weights.source import Blocks, Table
 
@@ -67,6 +68,7 @@ class ChunkIndices:
 class TorchBackend:
     """Paged attention by gather and batched matrix products; K and V lie as [kv heads, slots, head_dim] a layer."""
 
+    passes: Passes = TorchPasses()
     kinds: Collection[int] = ()
 
     def __init__(self, dtype: torch.dtype, device: torch.device, group: Group) -> None:
@@ -151,6 +153,9 @@ class TorchBackend:
         rows = table(places.clamp(0, count - 1))
         here = (places >= 0) & (places < count)
         return self._group.sum(torch.where(here[:, None], rows, 0))
+
+    def run(self, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return layers(x)
 
     def norm_qkv(self, x: torch.Tensor, norm: Norm, qkv: Linear) -> torch.Tensor:
         return qkv(norm(x))

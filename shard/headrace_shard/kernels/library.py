@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from headrace_shard.kernels.build import BuildFailed, build
+from headrace_shard.kernels.recording import Call
 from headrace_shard.weights.source import Blocks
 
 PANEL, GROUP = 16, 32
@@ -74,11 +75,34 @@ class Library:
         self.linear = _declare(code.headrace_linear, "x rows* norm parts count residual out")
         self.mlp = _declare(code.headrace_mlp, "x rows* norm gate_up down residual out")
         self.attention = _declare(code.headrace_attention, "qkv heads tiles cache out")
+        self._scan = _declare(code.headrace_scan, "logits rows* stride* columns* best log_sums")
+        self._draw = _declare(code.headrace_draw, "logits rows* stride* columns* temperatures numbers tokens")
+        self._run = _declare(code.headrace_run, "calls length* rows*")
         self._pack = _declare(code.headrace_pack, "kind raw row_bytes* order rows* first_block* blocks* out", first_int=True)
 
     def set_threads(self, count: int) -> None:
         """Threads of the process that work on an operation, the caller's included."""
         self._code.headrace_threads(count)
+
+    def run(self, calls: ctypes.Array[Call], rows: int) -> None:
+        """Make recorded calls, each with so many rows."""
+        self._run(ctypes.addressof(calls), len(calls), rows)
+
+    def scan(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row of logits [rows, vocab] the first largest one's place, and the log of the sum of exp."""
+        best, log_sums = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        self._scan(*_matrix(logits), best.data_ptr(), log_sums.data_ptr())
+        return best, log_sums
+
+    def draw(self, logits: torch.Tensor, temperatures: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """The token of each row [rows] at which softmax(logits / temperature) in sum passes the row's number.
+
+        logits [rows, vocab] and temperatures [rows] are float32, numbers [rows] float64 from [0, 1).
+        """
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        temperatures, numbers = temperatures.contiguous(), numbers.contiguous()
+        self._draw(*_matrix(logits), temperatures.data_ptr(), numbers.data_ptr(), tokens.data_ptr())
+        return tokens
 
     def pack_blocks(self, part: Blocks) -> torch.Tensor:
         """Panels of quantized rows."""
@@ -126,6 +150,12 @@ class Arena:
             at = self._used
             self._used = at + -(-count // 64) * 64
             return self._chunk[at : at + count]
+
+
+def _matrix(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Address, rows, numbers from a row to the next, and columns."""
+    assert x.stride(1) == 1
+    return x.data_ptr(), x.shape[0], x.stride(0), x.shape[1]
 
 
 def _declare(function: Any, arguments: str, first_int: bool = False) -> Any:

@@ -164,9 +164,14 @@ class LlamaModel(Model):
     def forward(self, step: StepInput) -> torch.Tensor:
         ops = self._backend
         ops.begin(step, self._frequencies)
-        x = ops.embed(self._embedding)
+        x = ops.run(self._run_layers, ops.embed(self._embedding))
+        return ops.head(x, self._norm, self._head)[:, : self.vocab_size]
+
+    def _run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual stream [tokens, hidden] after all layers."""
+        ops = self._backend
         for number, layer in enumerate(self._layers):
             qkv = ops.norm_qkv(x, layer.attention_norm, layer.qkv)
             x = ops.output(x, ops.attention(qkv, number, layer.attention), layer.output)
             x = ops.mlp(x, layer.mlp_norm, layer.gate_up, layer.down)
-        return ops.head(x, self._norm, self._head)[:, : self.vocab_size]
+        return x

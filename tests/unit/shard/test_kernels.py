@@ -22,6 +22,7 @@ from headrace_shard.backends.torch_backend import TorchBackend
 from headrace_shard.kernels import build as building
 from headrace_shard.kernels.library import Library
 from headrace_shard.parallel.group import Alone
+from headrace_shard.sampling.passes import TorchPasses
 from headrace_shard.step import Chunk, StepInput
 from headrace_shard.weights.source import Blocks
 
@@ -266,6 +267,52 @@ def test_what_a_row_may_not_see_cannot_reach_it(library: Library) -> None:
     rows = torch.ones((5, 64))
     backend.begin(step_of([], [(Sequence(5, [1]), 0, 5)]), torch.ones(8))
     assert bool(torch.isfinite(backend.attention(rows, 0, shape)).all())
+
+
+# Passes over logits
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 9), st.integers(1, 20000), st.sampled_from(["avx2", "portable"]), st.integers(1, 3), st.integers(0, 10**6)
+)
+def test_passes_over_logits_equal_their_twins(rows: int, vocab: int, variant: str, threads: int, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab + 3, generator=rng)[:, :vocab] * 4
+    logits[0, seed % vocab] = -torch.inf if vocab > 1 else 0.0
+    library, plain = Library(variant), TorchPasses()
+    library.set_threads(threads)
+    best, log_sums = library.scan(logits)
+    assert torch.equal(logits.gather(1, best[:, None])[:, 0], logits.amax(-1))
+    assert torch.allclose(log_sums, logits.double().logsumexp(-1).float(), atol=1e-5)
+    temperatures = torch.rand(rows, generator=rng) + 0.2
+    numbers = torch.rand(rows, generator=rng, dtype=torch.float64)
+    tokens = library.draw(logits, temperatures, numbers)
+    cumulative = (logits / temperatures[:, None]).double().softmax(-1).cumsum(-1)
+    drawn = cumulative.gather(1, tokens[:, None])[:, 0]
+    before = drawn - (logits / temperatures[:, None]).double().softmax(-1).gather(1, tokens[:, None])[:, 0]
+    assert bool(((before <= numbers + 1e-5) & (numbers - 1e-5 <= drawn)).all())
+    assert tokens.tolist() == plain.draw(logits, temperatures, numbers).tolist() or vocab > 100
+    for row in range(rows):  # alone as in company
+        one = slice(row, row + 1)
+        assert library.draw(logits[one], temperatures[one], numbers[one]).tolist() == tokens[one].tolist()
+        assert torch.equal(torch.stack(library.scan(logits[one])), torch.stack((best[one], log_sums[one])))
+    library.set_threads(1)
+
+
+def test_the_first_of_equal_logits_is_the_best(library: Library) -> None:
+    logits = torch.zeros(3, 9000)
+    logits[1, [5000, 700, 4200]] = logits[2, [8999]] = 2.0
+    assert library.scan(logits)[0].tolist() == [0, 700, 8999]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_show(value: float, library: Library) -> None:
+    logits = torch.zeros(3, 5000)
+    logits[1, 4500] = value
+    assert library.scan(logits)[1].isfinite().tolist() == [True, False, True]
+    logits[2] = -torch.inf
+    assert not library.scan(logits)[1][2].isfinite()
 
 
 # Without a compiler

@@ -66,6 +66,19 @@ def test_logits_do_not_depend_on_chunks_or_mates(layers: str, changes: dict[str,
         assert same(logits_of(folder, [tokens], 100, own_backend())[0], expected, changes)
 
 
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 9, "model_type": "mistral"}])
+def test_recorded_layers_equal_their_operations_one_by_one(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Steps of one row, of more rows than the buffers had, and of few again."""
+    folder = write_tiny_gguf(tmp_path, "Q4_1", **changes)
+    plain, recording = own_backend(), own_backend()
+    plain.run = lambda layers, x: layers(x)  # type: ignore[method-assign]
+    for tokens in ([[5]], sequences(), [[7, 9]]):
+        for got, expected in zip(
+            logits_of(folder, tokens, 50, recording), logits_of(folder, tokens, 50, plain), strict=True
+        ):
+            assert torch.equal(got, expected)
+
+
 def same(got: torch.Tensor, expected: torch.Tensor, changes: dict[str, Any]) -> bool:
     """Equal bits where attention is the kernels' own; heads that they do not cover are left to torch."""
     return torch.equal(got, expected) if changes.get("head_dim") != 8 else torch.allclose(got, expected, atol=0.5)

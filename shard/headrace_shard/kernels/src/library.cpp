@@ -79,6 +79,28 @@ void pack_q4_0(const uint8_t* block, int row, uint8_t* out) {
   std::memcpy(out + kPanel * kGroup / 2 + 2 * kPanel + 2 * row, &minimum, 2);
 }
 
+template <class T>
+T* pointer(int64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void make(const Call& call, int64_t rows) {
+  const int64_t* a = call.arguments;
+  switch (call.function) {
+    case kLinear:
+      return chosen->linear(
+          pointer<float>(a[0]), rows, pointer<Norm>(a[1]), pointer<Matrix>(a[2]), static_cast<int>(a[3]),
+          pointer<float>(a[4]), pointer<float>(a[5]));
+    case kMlp:
+      return chosen->mlp(
+          pointer<float>(a[0]), rows, pointer<Norm>(a[1]), pointer<Matrix>(a[2]), pointer<Matrix>(a[3]),
+          pointer<float>(a[4]), pointer<float>(a[5]));
+    default:
+      return chosen->attention(
+          pointer<float>(a[0]), pointer<Heads>(a[1]), pointer<Tiles>(a[2]), pointer<void>(a[3]), pointer<float>(a[4]));
+  }
+}
+
 }  // namespace
 }  // namespace headrace
 
@@ -131,6 +153,22 @@ void headrace_mlp(
 
 void headrace_attention(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out) {
   chosen->attention(qkv, heads, tiles, cache, out);
+}
+
+void headrace_scan(
+    const float* logits, int64_t rows, int64_t stride, int64_t columns, int64_t* best, float* log_sums) {
+  chosen->scan(logits, rows, stride, columns, best, log_sums);
+}
+
+void headrace_draw(
+    const float* logits, int64_t rows, int64_t stride, int64_t columns, const float* temperatures, const double* numbers,
+    int64_t* tokens) {
+  chosen->draw(logits, rows, stride, columns, temperatures, numbers, tokens);
+}
+
+// Makes recorded calls, one after the other.
+void headrace_run(const Call* calls, int64_t count, int64_t rows) {
+  for (const Call* call = calls; call < calls + count; ++call) make(*call, rows);
 }
 
 }  // extern "C"

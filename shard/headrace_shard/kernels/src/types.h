@@ -59,6 +59,14 @@ struct Heads {
   int32_t half;    // the cache holds float16, else float32
 };
 
+// A call of one of the kernels, recorded to be made again with another number of rows: arguments in the kernel's order,
+// the rows left out.
+enum Function : int64_t { kLinear = 0, kMlp = 1, kAttention = 2 };
+struct Call {
+  int64_t function;
+  int64_t arguments[6];
+};
+
 // The kernels of one instruction set.
 struct Kernels {
   void (*linear)(
@@ -67,6 +75,10 @@ struct Kernels {
       const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual,
       float* out);
   void (*attention)(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out);
+  void (*scan)(const float* logits, int64_t rows, int64_t stride, int64_t columns, int64_t* best, float* log_sums);
+  void (*draw)(
+      const float* logits, int64_t rows, int64_t stride, int64_t columns, const float* temperatures, const double* numbers,
+      int64_t* tokens);
 };
 
 }  // namespace headrace
