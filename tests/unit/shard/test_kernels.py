@@ -258,6 +258,28 @@ def test_attention_does_not_depend_on_chunks_or_mates(heads: tuple[int, int], ow
     assert torch.equal(torch.cat([*got[:-1], got[-1][:1]]), whole)
 
 
+@pytest.mark.parametrize("window", [None, 100, 140])
+@pytest.mark.parametrize("own", [False, True])
+def test_splits_of_long_contexts_are_added_in_one_order(own: bool, window: int | None, library: Library) -> None:
+    """One chunk of 300 tokens, chunks that end beside the borders of splits, and single rows, alone or among others."""
+    rng = np.random.default_rng(8)
+    shape, length = AttentionShape(6, 2, 32, window), 300
+    blocks = (rng.permutation(40) + 1).tolist()
+    ours, other = Sequence(length, blocks[:19]), Sequence(129, blocks[19:28])
+    rows, mates = (torch.from_numpy(rng.normal(0, 1, (n, 10 * 32)).astype(np.float32)) for n in (length, 129))
+    steps = [(step_of([], [(ours, 0, length)]), rows)]
+    whole = attend(CpuBackend(Alone(), library, 2, own), shape, steps)[0]
+    twin = attend(TorchBackend(torch.float32, CPU, Alone()), shape, steps)[0]
+    assert (whole - twin).abs().max() < (4e-3 if own else 1e-5)
+    cuts = [0, 1, 127, 128, 129, 255, 257, 298]
+    pieces = [(step_of([], [(ours, a, b)]), rows[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces.append((step_of([(ours, 298)], []), rows[298:299]))
+    pieces.append((step_of([(ours, 299)], [(other, 0, 129)]), torch.cat((rows[299:], mates))))
+    for threads in (1, 2, 3):
+        got = attend(CpuBackend(Alone(), library, threads, own), shape, pieces)
+        assert torch.equal(torch.cat([*got[:-1], got[-1][:1]]), whole)
+
+
 def test_what_a_row_may_not_see_cannot_reach_it(library: Library) -> None:
     """Left-over numbers of another request, not finite ones, lie in the same block behind the last token."""
     shape = AttentionShape(2, 1, 16)
