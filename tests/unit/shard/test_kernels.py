@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -30,6 +31,7 @@ from headrace_shard.weights.source import Blocks
 CPU = torch.device("cpu")
 KINDS = {"q4_0": 2, "q4_1": 3, "q8_0": 8}
 WEIGHTS = ["float32", *KINDS]
+FUZZ = int(os.environ.get("HEADRACE_TEST_FUZZ", "1"))  # times as many shapes
 
 pytestmark = pytest.mark.skipif(
     building.compiler() is None and not building.library_path().exists(), reason="no compiler: torch serves here"
@@ -74,7 +76,7 @@ def near(got: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
     return bool(((got - expected).abs() <= bound * (expected.abs().amax(0) + 1e-6)).all())
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=25 * FUZZ)
 @given(
     st.sampled_from(WEIGHTS), st.integers(1, 40), st.lists(st.integers(1, 70), min_size=1, max_size=3), st.integers(1, 9),
     st.booleans(), st.booleans(), st.sampled_from(["avx2", "portable"]), st.integers(1, 3), st.integers(0, 10**6),
@@ -217,7 +219,7 @@ def attend(backend: TorchBackend, shape: AttentionShape, steps: list[tuple[StepI
     return out
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=25 * FUZZ)
 @given(
     st.sampled_from([(1, 1), (3, 1), (9, 3), (4, 2), (8, 8), (14, 2)]), st.sampled_from([16, 48, 64]),
     st.sampled_from([None, 1, 9, 33]), st.booleans(), st.sampled_from(["avx2", "portable"]), st.integers(0, 10**6),
@@ -295,7 +297,7 @@ def test_what_a_row_may_not_see_cannot_reach_it(library: Library) -> None:
 # Passes over logits
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=40 * FUZZ)
 @given(
     st.integers(1, 9), st.integers(1, 20000), st.sampled_from(["avx2", "portable"]), st.integers(1, 3), st.integers(0, 10**6)
 )
