@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -141,6 +142,7 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
     role.start()
     await server.start()
     trim_memory()  # what loading leaves behind is larger than what it keeps
+    gc.freeze()  # else a full collection walks through torch's objects every few thousand steps
     log.info("KV cache: %s", loaded.limits.explanation)
     log.info("ready: import %.1f s, load %.1f s, warm-up %.1f s", import_seconds, load_seconds, loaded.warmup_seconds)
     watching = asyncio.ensure_future(watch(role, standard))
