@@ -25,6 +25,8 @@ void headrace_scan(const float* logits, int64_t rows, int64_t stride, int64_t co
 void headrace_draw(
     const float* logits, int64_t rows, int64_t stride, int64_t columns, const float* temperatures, const double* numbers,
     int64_t* tokens);
+void headrace_threshold(
+    const float* scores, const float* weights, int64_t rows, int64_t columns, const double* masses, float* thresholds);
 void headrace_run(const Call* calls, int64_t count, int64_t rows);
 }
 
@@ -187,6 +189,13 @@ void passes() {
   headrace_threads(3);
   headrace_scan(logits.data(), rows, stride, columns, best_of_many.data(), sums_of_many.data());
   headrace_draw(logits.data(), rows, stride, columns, temperatures.data(), uniform.data(), drawn_of_many.data());
+  std::vector<float> weights(rows * columns, 1.0f / columns), scores = numbers(rows * columns), thresholds(rows);
+  headrace_threshold(scores.data(), weights.data(), rows, columns, uniform.data(), thresholds.data());
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t above = 0;
+    for (int64_t i = 0; i < columns; ++i) above += scores[row * columns + i] > thresholds[row];
+    check(above <= 0.3 * columns + 1, "a threshold leaves the mass above it");
+  }
   check(same(best, best_of_many) && same(sums, sums_of_many) && same(drawn, drawn_of_many), "passes do not depend on threads");
 }
 

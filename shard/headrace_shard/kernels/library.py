@@ -77,6 +77,7 @@ class Library:
         self.attention = _declare(code.headrace_attention, "qkv heads tiles cache out")
         self._scan = _declare(code.headrace_scan, "logits rows* stride* columns* best log_sums")
         self._draw = _declare(code.headrace_draw, "logits rows* stride* columns* temperatures numbers tokens")
+        self._threshold = _declare(code.headrace_threshold, "scores weights rows* columns* masses thresholds")
         self._run = _declare(code.headrace_run, "calls length* rows*")
         self._pack = _declare(code.headrace_pack, "kind raw row_bytes* order rows* first_block* blocks* out", first_int=True)
 
@@ -103,6 +104,13 @@ class Library:
         temperatures, numbers = temperatures.contiguous(), numbers.contiguous()
         self._draw(*_matrix(logits), temperatures.data_ptr(), numbers.data_ptr(), tokens.data_ptr())
         return tokens
+
+    def threshold(self, scores: torch.Tensor, weights: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
+        """[rows] the largest t at which the weights of scores >= t, [rows, n] both, are at least the mass, or all there is."""
+        scores, weights, masses = scores.contiguous(), weights.contiguous(), masses.double().contiguous()
+        out = torch.empty(len(scores))
+        self._threshold(scores.data_ptr(), weights.data_ptr(), *scores.shape, masses.data_ptr(), out.data_ptr())
+        return out
 
     def pack_blocks(self, part: Blocks) -> torch.Tensor:
         """Panels of quantized rows."""

@@ -22,6 +22,14 @@ class Passes(Protocol):
             numbers: [rows], float64, from [0, 1).
         """
 
+    def threshold(self, scores: torch.Tensor, weights: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
+        """[rows] the largest t at which the weights of scores >= t are at least the row's mass, or all there is.
+
+        Args:
+            scores, weights: [rows, n], float32; a score of -inf has no weight.
+            masses: [rows].
+        """
+
 
 class TorchPasses:
     """The plain way, on every device."""
@@ -32,6 +40,18 @@ class TorchPasses:
     def draw(self, logits: torch.Tensor, temperatures: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         scaled = logits / temperatures[:, None]
         return invert(scaled, scaled > -torch.inf, numbers[:, None])[:, 0]
+
+    def threshold(self, scores: torch.Tensor, weights: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
+        # Bisection over the ordered bit patterns of float32: 32 sums find the exact score, no sort is needed.
+        bits, mass = _ordered(scores), masses.double()[:, None]
+        low = torch.full_like(mass, -(2**31), dtype=torch.int64)
+        high = bits.amax(-1, keepdim=True) + 1
+        goal = torch.minimum(mass, weights.sum(-1, keepdim=True, dtype=torch.float64))
+        while bool((high - low > 1).any()):
+            middle = (low + high) >> 1
+            enough = torch.where(bits >= middle, weights, 0).sum(-1, keepdim=True, dtype=torch.float64) >= goal
+            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+        return _unordered(low)[:, 0]
 
 
 _CHUNK = 64
@@ -57,3 +77,14 @@ def invert(values: torch.Tensor, keep: torch.Tensor, u: torch.Tensor) -> torch.T
 def _last_positive(p: torch.Tensor) -> torch.Tensor:
     """[rows, 1] the last column above 0: rounding must not run past it."""
     return p.shape[1] - 1 - (p > 0).flip(-1).int().argmax(-1, keepdim=True)
+
+
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    """float32 as int64 that sort the same way."""
+    raw = (x + 0.0).view(torch.int32).long()  # + 0.0: one zero only
+    return torch.where(raw >= 0, raw, -(2**31) - raw - 1)
+
+
+def _unordered(x: torch.Tensor) -> torch.Tensor:
+    raw = torch.where(x >= 0, x, -(2**31) - x - 1).to(torch.int32)
+    return raw.view(torch.float32)

@@ -82,11 +82,11 @@ def _draw(scores: torch.Tensor, rows: Sequence[Row], passes: Passes) -> torch.Te
         tokens[at] = passes.draw(scores[at], temperatures[at], u[at])
     filtered = [i for i, p in enumerate(params) if p.filters]
     at = torch.tensor(filtered, device=scores.device)
-    tokens[at] = _draw_filtered(scores[at] / temperatures[at, None], [params[i] for i in filtered], u[at, None])
+    tokens[at] = _draw_filtered(scores[at] / temperatures[at, None], [params[i] for i in filtered], u[at, None], passes)
     return tokens
 
 
-def _draw_filtered(scaled: torch.Tensor, params: Sequence[SamplingParams], u: torch.Tensor) -> torch.Tensor:
+def _draw_filtered(scaled: torch.Tensor, params: Sequence[SamplingParams], u: torch.Tensor, passes: Passes) -> torch.Tensor:
     """[rows] tokens of rows that have a filter: scaled logits [rows, vocab], numbers [rows, 1]."""
 
     def column(values: list[float]) -> torch.Tensor:
@@ -101,10 +101,10 @@ def _draw_filtered(scaled: torch.Tensor, params: Sequence[SamplingParams], u: to
     decided = flt.decided_by_candidates(values, log_total, what)
     ids, order = ids.sort(-1)
     values = values.gather(1, order)
-    tokens = ids.gather(1, invert(values, flt.kept(values, log_total, what), u))[:, 0]
+    tokens = ids.gather(1, invert(values, flt.kept(values, log_total, what, passes), u))[:, 0]
     rest = (~decided).nonzero()[:, 0]  # decided on the whole vocabulary
     if len(rest):
-        keep = flt.kept(scaled[rest], log_total[rest], what.take(rest))
+        keep = flt.kept(scaled[rest], log_total[rest], what.take(rest), passes)
         tokens[rest] = invert(scaled[rest], keep, u[rest])[:, 0]
     return tokens
 

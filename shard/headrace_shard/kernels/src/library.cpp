@@ -166,6 +166,11 @@ void headrace_draw(
   chosen->draw(logits, rows, stride, columns, temperatures, numbers, tokens);
 }
 
+void headrace_threshold(
+    const float* scores, const float* weights, int64_t rows, int64_t columns, const double* masses, float* thresholds) {
+  chosen->threshold(scores, weights, rows, columns, masses, thresholds);
+}
+
 // Makes recorded calls, one after the other.
 void headrace_run(const Call* calls, int64_t count, int64_t rows) {
   for (const Call* call = calls; call < calls + count; ++call) make(*call, rows);

@@ -79,6 +79,8 @@ struct Kernels {
   void (*draw)(
       const float* logits, int64_t rows, int64_t stride, int64_t columns, const float* temperatures, const double* numbers,
       int64_t* tokens);
+  void (*threshold)(
+      const float* scores, const float* weights, int64_t rows, int64_t columns, const double* masses, float* thresholds);
 };
 
 }  // namespace headrace

@@ -6,6 +6,6 @@
 namespace headrace::VARIANT {
 
 extern const Kernels kernels;
-const Kernels kernels{linear, mlp, attention, scan, draw};
+const Kernels kernels{linear, mlp, attention, scan, draw, threshold};
 
 }  // namespace headrace::VARIANT

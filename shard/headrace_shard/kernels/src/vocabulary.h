@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "pool.h"
@@ -131,6 +133,54 @@ inline void draw(
     }
     tokens[row] = chunk * kChunk + column;
   }
+}
+
+// Whole numbers that are in the order of the floats; -0 is to be 0.
+inline int64_t order_of(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits >= 0 ? bits : int64_t{INT32_MIN} - bits - 1;
+}
+
+inline float float_of(int64_t order) {
+  const int32_t bits = static_cast<int32_t>(order >= 0 ? order : int64_t{INT32_MIN} - order - 1);
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Sum of the weights of all scores above `bound`.
+inline double weight_above(const float* scores, const float* weights, int64_t columns, float bound) {
+  double total = 0;
+  for (int64_t begin = 0; begin < columns; begin += kPiece) {
+    const int64_t end = std::min(columns, begin + kPiece);
+    F8 a = zero(), b = zero();
+    int64_t i = begin;
+    for (; i + 16 <= end; i += 16) {
+      a = add(a, zero_unless_above(load(weights + i), load(scores + i), all(bound)));
+      b = add(b, zero_unless_above(load(weights + i + 8), load(scores + i + 8), all(bound)));
+    }
+    float part = sum(add(a, b));
+    for (; i < end; ++i) part += scores[i] > bound ? weights[i] : 0.0f;
+    total += part;
+  }
+  return total;
+}
+
+// thresholds [rows]: the largest t at which the weights of scores >= t are at least the row's mass, or all there are.
+// scores and weights [rows, columns]; no score is NaN, and one of -inf has no weight. By bisection over the floats.
+inline void threshold(
+    const float* scores, const float* weights, int64_t rows, int64_t columns, const double* masses, float* thresholds) {
+  parallel(static_cast<int>(rows), [&](int row) {
+    const float *x = scores + row * columns, *w = weights + row * columns;
+    int64_t low = order_of(-INFINITY), high = order_of(largest_of(x, columns) + 0.0f) + 1;
+    const double goal = std::min(masses[row], weight_above(x, w, columns, -INFINITY));
+    while (high - low > 1) {
+      const int64_t middle = (low + high) >> 1;
+      (weight_above(x, w, columns, float_of(middle - 1)) >= goal ? low : high) = middle;
+    }
+    thresholds[row] = float_of(low);
+  });
 }
 
 }  // namespace headrace::VARIANT
