@@ -23,7 +23,7 @@ def compile_with(sanitizers: str, folder: Path) -> Path:
     assert compiler, "the sanitizers need a C++ compiler"
     flags = [f for f in build.FLAGS if f != "-O3"] + ["-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     x86 = platform.machine() in ("x86_64", "AMD64")
-    units = [(PROGRAM, [])]
+    units: list[tuple[Path, list[str]]] = [(PROGRAM, [])]
     for source in sorted(build.SOURCES.glob("*.cpp")):
         if source.name == "variant.cpp":
             units.append((source, ["-DVARIANT=portable"]))
