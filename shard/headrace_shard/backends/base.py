@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from headrace_shard.step import StepInput
-from headrace_shard.weights.source import Blocks, Table
+from headrace_shard.weights.precision import Precision
+from headrace_shard.weights.source import Blocks, Dense, Table
+
+Part = torch.Tensor | Blocks | Dense  # a matrix [out, in] as weights give it; a tensor stands for itself in float32
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,10 @@ class Backend(Protocol):
     holds its part of the weights; `embed`, `output`, `mlp` and `head` do the collectives that their parts need.
     """
 
-    kinds: Collection[int]  # GGUF tensor types that `pack_linear` takes as blocks
+    precision: Precision  # in which it takes matrices
+    packed: Counter[str]  # bytes of the matrices that it has packed, by their format; a step reads each once
 
-    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Any:
+    def pack_linear(self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None) -> Any:
         """Weights [out, in] of one or more linear layers over the same input, run as one."""
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Any:
@@ -39,6 +44,9 @@ class Backend(Protocol):
 
     def pack_embedding(self, table: Table, ids: range) -> Any:
         """The embedding table [vocab, hidden], of which this rank answers for the given token ids."""
+
+    def read_rate(self, seconds: float) -> float:
+        """Bytes per second at which this process reads its packed matrices, tried for so many seconds; 0: not known."""
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
         """Data type of the KV cache of such layers."""
