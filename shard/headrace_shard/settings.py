@@ -48,3 +48,8 @@ class ShardSettings:
     threads: int | None = option(None, "CPU threads of a shard; all cores if not given", env="HEADRACE_THREADS", minimum=1)
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")
+
+
+def conflict(dtype: str, quantize: str) -> str:
+    """What is wrong with both flags together."""
+    return f"--dtype {dtype} and --quantize {quantize} each say in which format the weights are held: give one"

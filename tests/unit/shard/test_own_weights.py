@@ -115,7 +115,8 @@ def same(got: torch.Tensor, expected: torch.Tensor, changes: dict[str, Any]) -> 
 @pytest.mark.parametrize("quantize", [None, "int8", "q4"])
 def test_parts_together_are_the_whole(world_size: int, quantize: str | None, tmp_path: Path) -> None:
     """Ranks take slices of whole groups; their sums are rounded in another order than the whole's, no more."""
-    sizes: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32, "vocab_size": 301}
+    sizes: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32}
+    sizes["vocab_size"] = 301
     folder = write_halves(tmp_path, torch.bfloat16, **sizes) if quantize else write_tiny_gguf(tmp_path, "Q4_1", **sizes)
     tokens, opened = sequences()[3], ModelFolder.open(folder)
 
@@ -200,7 +201,7 @@ def test_what_the_memory_allows_is_said(tmp_path: Path) -> None:
 def test_nothing_to_pack_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loaded_from(write_tiny_gguf(tmp_path / "a", "Q4_0"), quantize="int8")
     assert "--quantize int8 changes nothing: the weights are Q4_0 and Q8_0 already" in caplog.text
-    with pytest.raises(StartupError, match="--quantize q4: no matrix .* has columns in whole groups of 32"):
+    with pytest.raises(StartupError, match=r"--quantize q4: no matrix .* has columns in whole groups of 32"):
         loaded_from(write_tiny_model(tmp_path / "b", hidden_size=40, intermediate_size=24, head_dim=4), quantize="q4")
 
 

@@ -101,7 +101,9 @@ def test_8_bits_are_the_nearest_of_their_scale(
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(1, 40), st.integers(1, 4), st.sampled_from([1e-3, 0.05, 30.0]), st.sampled_from(VARIANTS), st.integers(0, 10**6))
+@given(
+    st.integers(1, 40), st.integers(1, 4), st.sampled_from([1e-3, 0.05, 30.0]), st.sampled_from(VARIANTS), st.integers(0, 10**6)
+)
 def test_4_bits_are_no_worse_than_the_plain_range(rows: int, groups: int, size: float, variant: str, seed: int) -> None:
     values = normal(rows, groups * GROUP, seed) * np.float32(20 * size)
     got = unpack(Library(variant), Dense.of(torch.from_numpy(values), Format.INT4))
@@ -208,7 +210,8 @@ def test_bytes_are_counted_and_read() -> None:
     [
         ("F32", "float32", "int8", "q4", "int8"), ("BF16", "bfloat16", "int8", "q4", "int8"),
         ("F16", "float16", "int8", "q4", "int8"), ("Q8_0", "int8", "int8", "q4", "int8"),
-        ("Q6_K", "int8", "int8", "q4", "int8"), ("Q5_0", "int8", "int8", "q4", "int8"), ("Q4_K", "q4", "q4", "q4", "q4"), ("Q4_0", "q4", "q4", "q4", "q4"),
+        ("Q6_K", "int8", "int8", "q4", "int8"), ("Q5_0", "int8", "int8", "q4", "int8"),
+        ("Q4_K", "q4", "q4", "q4", "q4"), ("Q4_0", "q4", "q4", "q4", "q4"),
     ],
 )
 def test_formats_of_tensor_types(kind: str, own: str, int8: str, q4: str, q4_head: str) -> None:
