@@ -65,7 +65,7 @@ class CpuBackend(TorchBackend):
         for number, given in enumerate(parts):
             part = Dense.of(given) if isinstance(given, torch.Tensor) else given
             panels = self._library.pack(part)
-            bias = biases[number].float().contiguous() if biases else None
+            bias = biases[number].to(torch.float32, copy=True) if biases else None
             bias_address = bias.data_ptr() if bias is not None else None
             matrices[number] = kernels.Matrix(
                 kernels.format_of(part), part.rows, part.columns, panels.data_ptr(), bias_address
@@ -80,7 +80,7 @@ class CpuBackend(TorchBackend):
         return self._library.read_rate(self._panels, seconds)
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> PackedNorm:  # type: ignore[override]
-        values = weight.float().contiguous()
+        values = weight.to(torch.float32, copy=True)  # a mapped one would keep its file in memory
         norm = kernels.Norm(values.data_ptr(), epsilon)
         return PackedNorm(ctypes.addressof(norm), (norm, values))
 

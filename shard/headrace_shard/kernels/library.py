@@ -95,7 +95,9 @@ class Library:
         self._pack_blocks = _declare(
             code.headrace_pack_blocks, "kind raw row_bytes* order rows* first_group* groups* out"
         )
-        self._read = _declare(code.headrace_read, "addresses bytes count")
+        self._evict, self._read = (
+            _declare(function, "addresses bytes count") for function in (code.headrace_evict, code.headrace_read)
+        )
 
     def set_threads(self, count: int) -> None:
         """Threads of the process that work on an operation, the caller's included."""
@@ -127,17 +129,22 @@ class Library:
             self._pack(ctypes.addressof(values), part.format, out.data_ptr() + first // PANEL * size)
 
     def read_rate(self, packed: Sequence[torch.Tensor], seconds: float) -> float:
-        """Bytes per second at which all threads read these, the best of the passes that fit into so many seconds."""
+        """Bytes per second at which all threads read these from memory: the median of the passes in so many seconds.
+
+        They are taken out of the cache before each pass, so that it is the memory's own rate however small they are.
+        """
         spans = [
             (part.data_ptr() + at, min(SPAN, len(part) - at)) for part in packed for at in range(0, len(part), SPAN)
         ][:MOST_SPANS]
         addresses = np.array([span[0] for span in spans], dtype=np.uint64)
         sizes = np.array([span[1] for span in spans], dtype=np.int64)
-        best, end = 0.0, time.perf_counter() + seconds
-        while (begin := time.perf_counter()) < end:
-            self._read(addresses.ctypes.data, sizes.ctypes.data, len(spans))
-            best = max(best, float(sizes.sum()) / (time.perf_counter() - begin))
-        return best
+        given, rates, end = (addresses.ctypes.data, sizes.ctypes.data, len(spans)), [], time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            self._evict(*given)
+            begin = time.perf_counter()
+            self._read(*given)
+            rates.append(float(sizes.sum()) / (time.perf_counter() - begin))
+        return float(np.median(rates))
 
 
 def format_of(part: Blocks | Dense) -> Format:
@@ -163,7 +170,8 @@ class Arena:
         """`count` zero bytes, aligned to 64."""
         with self._lock:
             if self._used + count > len(self._chunk):
-                memory = mmap.mmap(-1, max(count, self.CHUNK))
+                # Shared memory, which is mmap's default, would get small pages where the system says so for shared memory.
+                memory = mmap.mmap(-1, max(count, self.CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 if hasattr(mmap, "MADV_HUGEPAGE"):
                     with contextlib.suppress(OSError):  # a kernel without them
                         memory.madvise(mmap.MADV_HUGEPAGE)

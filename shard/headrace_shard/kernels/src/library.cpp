@@ -63,6 +63,16 @@ void headrace_pack_blocks(
 // Packs values in a format, rounding them where it asks for that. `out` is zero.
 void headrace_pack(const Values* values, int32_t format, uint8_t* out) { chosen->pack(values, format, out); }
 
+// Takes spans of memory out of the caches, where the CPU lets a program do that.
+void headrace_evict(const uint8_t* const* addresses, const int64_t* bytes, int count) {
+#if defined(__x86_64__)
+  parallel(count, [&](int i) {
+    for (int64_t k = 0; k < bytes[i]; k += 64) __builtin_ia32_clflush(addresses[i] + k);
+    __builtin_ia32_mfence();
+  });
+#endif
+}
+
 // Reads spans of memory with all threads; returns something that depends on every byte.
 uint64_t headrace_read(const uint64_t* const* addresses, const int64_t* bytes, int count) {
   std::atomic<uint64_t> all{0};
