@@ -37,6 +37,10 @@ class SafetensorsWeights:
     def names(self) -> frozenset[str]:
         return frozenset(self._paths)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, as its file has it."""
+        return tuple(self._handle(self._path(name)).get_slice(name).get_shape())
+
     def get(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
     ) -> torch.Tensor:
