@@ -25,6 +25,7 @@ from headrace_shard.settings import DTYPES, QUANTIZATIONS, ShardSettings
 from headrace_shard.step import Chunk, StepInput
 
 CONTEXT = 192
+READ_BYTES = 512 << 20  # far more than any cache holds
 
 
 def decode_step(rows: int, context: int, vocab: int) -> StepInput:
@@ -58,6 +59,34 @@ def timed(loaded: Loaded, step: StepInput, seconds: float) -> list[float]:
         loaded.model.forward(replace(step))
         times.append((time.perf_counter() - begin) * 1000)
     return times
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes per second that sums over a large array read, all threads together; the best of a few."""
+    torch.set_num_threads(threads)
+    data = torch.ones(READ_BYTES // 4)
+    best = 0.0
+    for _ in range(7):
+        begin = time.perf_counter()
+        data.sum()
+        best = max(best, READ_BYTES / (time.perf_counter() - begin))
+    torch.set_num_threads(1)
+    return best
+
+
+def weight_bytes(folder: ModelFolder, dtype: str | None) -> int:
+    """Bytes of weights that a token's step reads. The embedding is read as the head, or not at all."""
+    assert folder.gguf is not None
+    from headrace_shard.weights.dequantize import block_layout
+    from headrace_shard.weights.gguf import GgufWeights
+
+    total = 0
+    for name, entry in GgufWeights(folder.gguf, folder).entries.items():
+        if name == "token_embd.weight" and not folder.text_config.get("tie_word_embeddings"):
+            continue
+        values, size = block_layout(entry.kind)
+        total += int(np.prod(entry.shape)) * 4 if dtype else int(np.prod(entry.shape)) // values * size
+    return total
 
 
 def main() -> None:
