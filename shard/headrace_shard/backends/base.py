@@ -34,7 +34,10 @@ class Backend(Protocol):
     """
 
     precision: Precision  # in which it takes matrices
-    packed: Counter[str]  # bytes of the matrices that it has packed, by their format; a step reads each once
+
+    @property
+    def packed(self) -> Counter[str]:
+        """Bytes of the matrices that it has packed, by their format; a step reads each once."""
 
     def pack_linear(self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None) -> Any:
         """Weights [out, in] of one or more linear layers over the same input, run as one."""

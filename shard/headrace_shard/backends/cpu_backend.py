@@ -70,7 +70,7 @@ class CpuBackend(TorchBackend):
             matrices[number] = kernels.Matrix(
                 kernels.format_of(part), part.rows, part.columns, panels.data_ptr(), bias_address
             )
-            self.packed[type_name(part.kind) if isinstance(part, Blocks) else part.format.label] += len(panels)
+            self._sizes.append((type_name(part.kind) if isinstance(part, Blocks) else part.format.label, len(panels)))
             self._panels.append(panels)
             kept.append(bias)
             width += part.rows

@@ -73,13 +73,13 @@ class TorchBackend:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, group: Group) -> None:
         self.dtype, self.device, self._group = dtype, device, group
-        self.packed: Counter[str] = Counter()
+        self._sizes: list[tuple[str, int]] = []  # format and bytes of each matrix; layers are packed on several threads
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
 
     def pack_linear(self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None) -> Linear:
         weights = [self._move(values_of(part)) for part in parts]
-        self.packed[str(self.dtype).removeprefix("torch.")] += sum(weight.nbytes for weight in weights)
+        self._sizes += [(str(self.dtype).removeprefix("torch."), weight.nbytes) for weight in weights]
         bias = self._move(torch.cat(list(biases))) if biases else None
         return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
 
@@ -91,6 +91,13 @@ class TorchBackend:
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, self.dtype)
+
+    @property
+    def packed(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for name, size in self._sizes:
+            counts[name] += size
+        return counts
 
     def read_rate(self, seconds: float) -> float:
         return 0.0
