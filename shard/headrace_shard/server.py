@@ -143,6 +143,8 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
     await server.start()
     trim_memory()  # what loading leaves behind is larger than what it keeps
     gc.freeze()  # else a full collection walks through torch's objects every few thousand steps
+    if settings.rank == 0:
+        log.info("%s", loaded.roofline)
     log.info("KV cache: %s", loaded.limits.explanation)
     log.info("ready: import %.1f s, load %.1f s, warm-up %.1f s", import_seconds, load_seconds, loaded.warmup_seconds)
     watching = asyncio.ensure_future(watch(role, standard))

@@ -64,6 +64,11 @@ struct Weights {
     if (format == kFloat32) {
       const std::vector<float> values = numbers(panels.size() / 4);
       std::memcpy(panels.data(), values.data(), panels.size());
+    } else if (format == kBFloat16 || format == kFloat16) {
+      for (size_t at = 0; at < panels.size(); at += 2) {
+        panels[at] = static_cast<uint8_t>(pick(0, 255));
+        panels[at + 1] = static_cast<uint8_t>(pick(0, 0x3b));  // below 1
+      }
     } else {
       const int64_t group = format == kInt8 ? kInt8Bytes : kInt4Bytes;
       const int64_t scales = format == kInt8 ? 2 * kPanel : 4 * kPanel;
@@ -83,7 +88,7 @@ struct Weights {
 };
 
 void products() {
-  const int32_t format = pick(0, 2);
+  const int32_t format = pick(0, kFormats - 1);
   const int64_t columns = pick(1, 6) * kGroup;
   const int rows = pick(1, 110), inner = pick(1, 3) * kGroup, count = pick(1, 3);
   std::vector<Weights> parts;

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +11,10 @@ import torch
 
 from headrace_shard.sampling.passes import Passes
 from headrace_shard.step import StepInput
-from headrace_shard.weights.source import Blocks, Table
+from headrace_shard.weights.precision import Precision
+from headrace_shard.weights.source import Blocks, Dense, Table
+
+Part = torch.Tensor | Blocks | Dense  # a matrix [out, in] as weights give it; a tensor stands for itself in float32
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,13 @@ class Backend(Protocol):
     """
 
     passes: Passes  # over the logits
-    kinds: Collection[int]  # GGUF tensor types that `pack_linear` takes as blocks
+    precision: Precision  # in which it takes matrices
 
-    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Any:
+    @property
+    def packed(self) -> Counter[str]:
+        """Bytes of the matrices that it has packed, by their format; a step reads each once."""
+
+    def pack_linear(self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None) -> Any:
         """Weights [out, in] of one or more linear layers over the same input, run as one."""
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Any:
@@ -41,6 +49,9 @@ class Backend(Protocol):
 
     def pack_embedding(self, table: Table, ids: range) -> Any:
         """The embedding table [vocab, hidden], of which this rank answers for the given token ids."""
+
+    def read_rate(self, seconds: float) -> float:
+        """Bytes per second at which this process reads its packed matrices, tried for so many seconds; 0: not known."""
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
         """Data type of the KV cache of such layers."""

@@ -1,20 +1,20 @@
 """A CPU through kernels of our own: weights in panels, fused operations, a KV cache laid out for its attention.
 
-Two precisions. "Own weights": a GGUF's 4- and 8-bit blocks as they are, activations rounded by groups of 32, a float16 KV
-cache. Exact: everything in float32. What the kernels do not cover (heads that are no multiple of 16 wide) is left to the
-torch twin, operation by operation. A row's result never depends on the rows beside it.
+Matrices lie in float32, in 16 bits with the same sums, or in 8 or 4 bits with activations rounded by groups of 32. The KV
+cache is float16, but float32 where all matrices are. What the kernels do not cover (heads that are no multiple of 16 wide)
+is left to the torch twin, operation by operation. A row's result never depends on the rows beside it.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from headrace_shard.backends.base import AttentionShape
+from headrace_shard.backends.base import AttentionShape, Part
 from headrace_shard.backends.onednn_backend import MappedEmbedding
 from headrace_shard.backends.torch_backend import TorchBackend
 from headrace_shard.kernels import library as kernels
@@ -24,7 +24,9 @@ from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.parallel.group import Group
 from headrace_shard.sampling.passes import Passes
 from headrace_shard.step import StepInput
-from headrace_shard.weights.source import Blocks, Table
+from headrace_shard.weights.dequantize import type_name
+from headrace_shard.weights.precision import Format, Precision
+from headrace_shard.weights.source import Blocks, Dense, Table
 
 TILE_ROWS = 6  # (query, head) pairs that share what is read of the cache
 MAX_HEAD_DIM = 512
@@ -50,41 +52,44 @@ class PackedNorm:
 
 
 class CpuBackend(TorchBackend):
-    """float32 activations on every operation's outside; `own_weights` chooses the precision inside."""
+    """float32 activations on every operation's outside; `precision` says what is inside."""
 
-    def __init__(self, group: Group, library: Library, threads: int, own_weights: bool) -> None:
+    def __init__(self, group: Group, library: Library, threads: int, precision: Precision) -> None:
         super().__init__(torch.float32, torch.device("cpu"), group)
         library.set_threads(threads)
-        self._library, self._own = library, own_weights
+        self._library, self.precision = library, precision
+        self._panels: list[torch.Tensor] = []
         self.passes: Passes = library
         self._code: Library | Recording = library  # where the operations' calls go
         self._layers: ctypes.Array[Call] | None = None
         self._room = 0  # rows that buffers have
         self._heads: dict[AttentionShape, kernels.Heads] = {}
         self._tiles = kernels.Tiles()
-        self.kinds: Collection[int] = kernels.FORMATS if own_weights else ()
         self._covers_attention = False
         self._angles = Angles()
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Packed:  # type: ignore[override]
+    def pack_linear(self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None) -> Packed:  # type: ignore[override]
         matrices, kept, width = (kernels.Matrix * len(parts))(), [], 0
-        for number, part in enumerate(parts):
-            if isinstance(part, Blocks):
-                form, rows, columns = kernels.FORMATS[part.kind], part.rows, part.columns
-                panels = self._library.pack_blocks(part)
-            else:
-                form, (rows, columns) = kernels.FLOAT32, part.shape
-                panels = self._library.pack_floats(part)
-            bias = biases[number].float().contiguous() if biases else None
+        for number, given in enumerate(parts):
+            part = Dense.of(given) if isinstance(given, torch.Tensor) else given
+            panels = self._library.pack(part)
+            bias = biases[number].to(torch.float32, copy=True) if biases else None
             bias_address = bias.data_ptr() if bias is not None else None
-            matrices[number] = kernels.Matrix(form, rows, columns, panels.data_ptr(), bias_address)
-            kept += [panels, bias]
-            width += rows
+            matrices[number] = kernels.Matrix(
+                kernels.format_of(part), part.rows, part.columns, panels.data_ptr(), bias_address
+            )
+            self._sizes.append((type_name(part.kind) if isinstance(part, Blocks) else part.format.label, len(panels)))
+            self._panels.append(panels)
+            kept.append(bias)
+            width += part.rows
         return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept))
 
+    def read_rate(self, seconds: float) -> float:
+        return self._library.read_rate(self._panels, seconds)
+
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> PackedNorm:  # type: ignore[override]
-        values = weight.float().contiguous()
+        values = weight.to(torch.float32, copy=True)  # a mapped one would keep its file in memory
         norm = kernels.Norm(values.data_ptr(), epsilon)
         return PackedNorm(ctypes.addressof(norm), (norm, values))
 
@@ -92,7 +97,8 @@ class CpuBackend(TorchBackend):
         return MappedEmbedding(torch.empty(0), ids, table)
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
-        return torch.float16 if self._own and covers(shape) else torch.float32
+        exact = self.precision.exact or self.packed.keys() == {Format.FLOAT32.label}
+        return torch.float32 if exact or not covers(shape) else torch.float16
 
     def allocate_kv(self, layers: int, blocks: int, shape: AttentionShape) -> None:
         self._covers_attention = covers(shape)

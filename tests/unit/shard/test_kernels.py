@@ -26,11 +26,14 @@ from headrace_shard.kernels.library import Library
 from headrace_shard.parallel.group import Alone
 from headrace_shard.sampling.passes import TorchPasses
 from headrace_shard.step import Chunk, StepInput
-from headrace_shard.weights.source import Blocks
+from headrace_shard.weights.precision import EXACT, OWN, Format
+from headrace_shard.weights.source import Blocks, Dense
 
 CPU = torch.device("cpu")
 KINDS = {"q4_0": 2, "q4_1": 3, "q8_0": 8}
-WEIGHTS = ["float32", *KINDS]
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOATS = ["float32", *HALVES]
+WEIGHTS = [*FLOATS, *KINDS]
 FUZZ = int(os.environ.get("HEADRACE_TEST_FUZZ", "1"))  # times as many shapes
 
 pytestmark = pytest.mark.skipif(
@@ -48,11 +51,16 @@ def library(request: pytest.FixtureRequest) -> Iterator[Library]:
     Library().set_threads(1)
 
 
-def make_weight(kind: str, rows: int, columns: int, rng: np.random.Generator) -> tuple[torch.Tensor | Blocks, torch.Tensor]:
+def make_weight(
+    kind: str, rows: int, columns: int, rng: np.random.Generator
+) -> tuple[torch.Tensor | Blocks | Dense, torch.Tensor]:
     """A matrix as a backend packs it, and its values [rows, columns]."""
     values = (rng.normal(0, 0.2, (rows, columns)) * rng.choice([1e-5, 1, 30], (rows, 1))).astype(np.float32)
     if kind == "float32":
         return torch.from_numpy(values), torch.from_numpy(values)
+    if kind in HALVES:
+        stored = torch.from_numpy(values).to(HALVES[kind])
+        return Dense.of(stored, Format[kind.upper()]), stored.float()
     to = gguf.GGMLQuantizationType(KINDS[kind])
     raw = gguf.quants.quantize(values, to)
     return (
@@ -63,7 +71,7 @@ def make_weight(kind: str, rows: int, columns: int, rng: np.random.Generator) ->
 
 def rounded(x: torch.Tensor, kind: str) -> torch.Tensor:
     """Activations as a product with such weights sees them."""
-    if kind == "float32":
+    if kind in FLOATS:
         return x
     most = 32767 if kind == "q8_0" else 127
     groups = x.view(len(x), -1, 32)
@@ -86,8 +94,8 @@ def test_a_product_equals_its_twin(
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    columns = groups * 32 if kind != "float32" else groups * 32 - seed % 31
-    backend = CpuBackend(Alone(), Library(variant), threads, True)
+    columns = groups * 32 if kind not in FLOATS else groups * 32 - seed % 31
+    backend = CpuBackend(Alone(), Library(variant), threads, OWN)
     made = [make_weight(kind, width, columns, rng) for width in widths]
     bias = [torch.from_numpy(rng.normal(0, 1, width).astype(np.float32)) for width in widths] if with_bias else None
     packed = backend.pack_linear([m[0] for m in made], bias)
@@ -99,13 +107,13 @@ def test_a_product_equals_its_twin(
     if bias:
         expected += torch.cat(bias)
     # A value that lies between two steps of the rounding may go to either after a norm that differs in the last bit.
-    assert near(got, expected, 2e-2 if with_norm and kind not in ("float32", "q8_0") else 1e-3)
+    assert near(got, expected, 2e-2 if with_norm and kind not in (*FLOATS, "q8_0") else 1e-3)
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_a_row_does_not_depend_on_its_company(kind: str, library: Library) -> None:
     rng = np.random.default_rng(3)
-    backend = CpuBackend(Alone(), library, 2, True)
+    backend = CpuBackend(Alone(), library, 2, OWN)
     packed = backend.pack_linear([make_weight(kind, 53, 96, rng)[0], make_weight(kind, 16, 96, rng)[0]])
     gate_up = backend.pack_linear([make_weight(kind, 64, 96, rng)[0], make_weight(kind, 64, 96, rng)[0]])
     down = backend.pack_linear([make_weight(kind, 96, 64, rng)[0]])
@@ -122,19 +130,19 @@ def test_a_row_does_not_depend_on_its_company(kind: str, library: Library) -> No
 @pytest.mark.parametrize("inner", [32, 96])
 def test_the_feed_forward_part_equals_its_twin(kind: str, inner: int, library: Library) -> None:
     rng = np.random.default_rng(inner)
-    backend = CpuBackend(Alone(), library, 2, True)
+    backend = CpuBackend(Alone(), library, 2, OWN)
     gate, up, down = (make_weight(kind, *size, rng) for size in ((inner, 64), (inner, 64), (64, inner)))
     weight, x = torch.ones(64), torch.from_numpy(rng.normal(0, 1, (19, 64)).astype(np.float32))
     norm, gate_up = backend.pack_norm(weight, 1e-5), backend.pack_linear([gate[0], up[0]])
     got = backend.mlp(x.clone(), norm, gate_up, backend.pack_linear([down[0]]))
     normed = rounded(F.rms_norm(x, (64,), weight, 1e-5), kind)
     between = rounded(F.silu(F.linear(normed, gate[1])) * F.linear(normed, up[1]), kind)
-    assert near(got, x + F.linear(between, down[1]), 2e-3 if kind in ("float32", "q8_0") else 3e-2)
+    assert near(got, x + F.linear(between, down[1]), 2e-3 if kind in (*FLOATS, "q8_0") else 3e-2)
 
 
 def test_a_width_that_fills_no_panel(library: Library) -> None:
     rng = np.random.default_rng(1)
-    backend = CpuBackend(Alone(), library, 2, True)
+    backend = CpuBackend(Alone(), library, 2, OWN)
     gate, up, down = (torch.from_numpy(rng.normal(0, 0.2, s).astype(np.float32)) for s in ((27, 40), (27, 40), (40, 27)))
     biases = [torch.ones(27), torch.full((27,), -0.5)]
     x = torch.from_numpy(rng.normal(0, 1, (9, 40)).astype(np.float32))
@@ -147,7 +155,7 @@ def test_a_width_that_fills_no_panel(library: Library) -> None:
 
 def test_rows_in_another_order_and_columns_of_a_slice(library: Library) -> None:
     rng = np.random.default_rng(2)
-    backend = CpuBackend(Alone(), library, 1, True)
+    backend = CpuBackend(Alone(), library, 1, OWN)
     blocks, values = make_weight("q4_1", 20, 160, rng)
     assert isinstance(blocks, Blocks)
     order = np.array([7, 3, -1, 19, 0])
@@ -163,9 +171,9 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
     rng = np.random.default_rng(4)
     weight = make_weight("q4_0", 300, 64, rng)[0]
     x = torch.from_numpy(rng.normal(0, 1, (33, 64)).astype(np.float32))
-    alone = CpuBackend(Alone(), Library(), 1, True)
+    alone = CpuBackend(Alone(), Library(), 1, OWN)
     expected = alone._linear(x, None, alone.pack_linear([weight]))
-    backend = CpuBackend(Alone(), Library(), threads, True)
+    backend = CpuBackend(Alone(), Library(), threads, OWN)
     packed = backend.pack_linear([weight])
 
     def many(_: int) -> bool:
@@ -241,7 +249,7 @@ def test_attention_equals_its_twin(
         for s in steps
     ]
     expected = attend(TorchBackend(torch.float32, CPU, Alone()), shape, given_rows)
-    got = attend(CpuBackend(Alone(), Library(variant), 2, own), shape, given_rows)
+    got = attend(CpuBackend(Alone(), Library(variant), 2, OWN if own else EXACT), shape, given_rows)
     for a, b in zip(got, expected, strict=True):
         assert (a - b).abs().max() < (4e-3 if own else 1e-5)
 
@@ -254,10 +262,10 @@ def test_attention_does_not_depend_on_chunks_or_mates(heads: tuple[int, int], ow
     rows = torch.from_numpy(rng.normal(0, 1, (length, (heads[0] + 2 * heads[1]) * 32)).astype(np.float32))
     ours, other = Sequence(length, [9, 2, 30, 4]), Sequence(40, [11, 12, 1])
     mates = torch.from_numpy(rng.normal(0, 1, (40, rows.shape[1])).astype(np.float32))
-    whole = attend(CpuBackend(Alone(), library, 2, own), shape, [(step_of([], [(ours, 0, length)]), rows)])[0]
+    whole = attend(CpuBackend(Alone(), library, 2, OWN if own else EXACT), shape, [(step_of([], [(ours, 0, length)]), rows)])[0]
     pieces = [(step_of([], [(ours, a, b)]), rows[a:b]) for a, b in ((0, 1), (1, 8), (8, 30), (30, 60))]
     pieces.append((step_of([(ours, 60)], [(other, 0, 40)]), torch.cat((rows[60:], mates))))
-    got = attend(CpuBackend(Alone(), library, 1, own), shape, pieces)
+    got = attend(CpuBackend(Alone(), library, 1, OWN if own else EXACT), shape, pieces)
     assert torch.equal(torch.cat([*got[:-1], got[-1][:1]]), whole)
 
 
@@ -271,7 +279,7 @@ def test_splits_of_long_contexts_are_added_in_one_order(own: bool, window: int |
     ours, other = Sequence(length, blocks[:19]), Sequence(129, blocks[19:28])
     rows, mates = (torch.from_numpy(rng.normal(0, 1, (n, 10 * 32)).astype(np.float32)) for n in (length, 129))
     steps = [(step_of([], [(ours, 0, length)]), rows)]
-    whole = attend(CpuBackend(Alone(), library, 2, own), shape, steps)[0]
+    whole = attend(CpuBackend(Alone(), library, 2, OWN if own else EXACT), shape, steps)[0]
     twin = attend(TorchBackend(torch.float32, CPU, Alone()), shape, steps)[0]
     assert (whole - twin).abs().max() < (4e-3 if own else 1e-5)
     cuts = [0, 1, 127, 128, 129, 255, 257, 298]
@@ -279,14 +287,14 @@ def test_splits_of_long_contexts_are_added_in_one_order(own: bool, window: int |
     pieces.append((step_of([(ours, 298)], []), rows[298:299]))
     pieces.append((step_of([(ours, 299)], [(other, 0, 129)]), torch.cat((rows[299:], mates))))
     for threads in (1, 2, 3):
-        got = attend(CpuBackend(Alone(), library, threads, own), shape, pieces)
+        got = attend(CpuBackend(Alone(), library, threads, OWN if own else EXACT), shape, pieces)
         assert torch.equal(torch.cat([*got[:-1], got[-1][:1]]), whole)
 
 
 def test_what_a_row_may_not_see_cannot_reach_it(library: Library) -> None:
     """Left-over numbers of another request, not finite ones, lie in the same block behind the last token."""
     shape = AttentionShape(2, 1, 16)
-    backend = CpuBackend(Alone(), library, 1, True)
+    backend = CpuBackend(Alone(), library, 1, OWN)
     backend.allocate_kv(1, 4, shape)
     backend._cache[0].fill_(torch.nan)
     rows = torch.ones((5, 64))
@@ -349,10 +357,10 @@ def test_without_a_compiler_torch_serves(
     monkeypatch.setattr(building, "FOLDER", tmp_path)
     monkeypatch.setattr(building, "compiler", lambda: None)
     with caplog.at_level(logging.WARNING):
-        backend = choose_backend(torch.float32, CPU, Alone(), 1, own_weights=True)
+        backend = choose_backend(OWN, CPU, Alone(), 1)
     assert isinstance(backend, TorchBackend)
     assert not isinstance(backend, CpuBackend)
-    assert backend.kinds == ()
+    assert backend.precision == EXACT
     assert [record.getMessage().count("no C++ compiler found") for record in caplog.records] == [1]
 
 
