@@ -26,13 +26,14 @@ class Row:
     index: int
     forbidden: Sequence[int]
     top_n: int
+    allowed: npt.NDArray[np.bool_] | None = None  # [vocab] what a grammar lets follow
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Results by row. `failed`: the logits are not numbers; the row's other values mean nothing.
 
-    Log probabilities are of the model's raw distribution, before penalties, temperature and filters.
+    Log probabilities are of the model's raw distribution, before grammars, penalties, temperature and filters.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -47,13 +48,15 @@ def choose(logits: torch.Tensor, rows: Sequence[Row], passes: Passes) -> Choice:
     failed = ~log_total.isfinite()
     if bool(failed.any()):
         logits = torch.where(failed[:, None], 0.0, logits)
-    changed: dict[int, torch.Tensor] = {}  # processed rows
+    changed: dict[int, torch.Tensor] = {}  # masked and processed rows
     for i, (row, best) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-        # Forbidding tokens leaves the best of all as it is, unless it is one of them.
-        if row.params.processes or (row.forbidden and (row.params.sampled or best in row.forbidden)):
-            changed[i] = logits[i].clone()
-            process(changed[i], row.params, row.prompt, row.output, row.forbidden)
-            tokens[i] = changed[i].argmax()
+        if _stays(row, best):
+            continue
+        changed[i] = logits[i].clone()
+        if row.allowed is not None:
+            changed[i].masked_fill_(torch.from_numpy(~row.allowed).to(logits.device), -torch.inf)
+        process(changed[i], row.params, row.prompt, row.output, row.forbidden)
+        tokens[i] = changed[i].argmax()
     drawn = [i for i, row in enumerate(rows) if row.params.sampled]
     if drawn:
         scores = logits
@@ -62,6 +65,15 @@ def choose(logits: torch.Tensor, rows: Sequence[Row], passes: Passes) -> Choice:
         tokens[torch.tensor(drawn, device=logits.device)] = _draw(scores, [rows[i] for i in drawn], passes)
     logprobs = logits.gather(1, tokens[:, None])[:, 0] - log_total
     return Choice(tokens.cpu().numpy(), logprobs.cpu().numpy(), failed.cpu().numpy(), _top(logits, log_total, rows))
+
+
+def _stays(row: Row, best: int) -> bool:
+    """Whether the row's choice is that on its raw logits. What may not follow leaves the best of all, unless it is that."""
+    if row.params.processes:
+        return False
+    if row.params.sampled:
+        return not row.forbidden and row.allowed is None
+    return best not in row.forbidden and (row.allowed is None or bool(row.allowed[best]))
 
 
 def _draw(scores: torch.Tensor, rows: Sequence[Row], passes: Passes) -> torch.Tensor:
@@ -115,9 +127,13 @@ def _top(logits: torch.Tensor, log_total: torch.Tensor, rows: Sequence[Row]) -> 
         return {}
     most = max(rows[i].top_n for i in asked)
     at = torch.tensor(asked, device=logits.device)
-    values, ids = logits[at].topk(min(most, logits.shape[1]), dim=-1)
-    logprobs = (values - log_total[at, None]).tolist()
+    found = most_likely(logits[at], log_total[at], most)
     return {
-        i: (names[: rows[i].top_n], lps[: rows[i].top_n])
-        for i, names, lps in zip(asked, ids.tolist(), logprobs, strict=True)
+        i: (ids[: rows[i].top_n], logprobs[: rows[i].top_n]) for i, (ids, logprobs) in zip(asked, found, strict=True)
     }
+
+
+def most_likely(logits: torch.Tensor, log_total: torch.Tensor, count: int) -> list[tuple[list[int], list[float]]]:
+    """For each row of logits [rows, vocab]: the `count` most likely tokens and their log probabilities."""
+    values, ids = logits.topk(min(count, logits.shape[1]), dim=-1)
+    return list(zip(ids.tolist(), (values - log_total[:, None]).tolist(), strict=True))
