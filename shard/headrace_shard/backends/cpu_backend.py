@@ -8,7 +8,7 @@ is left to the torch twin, operation by operation. A row's result never depends 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,8 +76,8 @@ class CpuBackend(TorchBackend):
             width += part.rows
         return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept))
 
-    def read_rate(self, seconds: float) -> float:
-        return self._library.read_rate(self._panels, seconds)
+    def read_rate(self, wait: Callable[[], object]) -> float:
+        return self._library.read_rate(self._panels, wait)
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> PackedNorm:  # type: ignore[override]
         values = weight.to(torch.float32, copy=True)  # a mapped one would keep its file in memory

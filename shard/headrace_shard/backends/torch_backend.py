@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,7 +99,7 @@ class TorchBackend:
             counts[name] += size
         return counts
 
-    def read_rate(self, seconds: float) -> float:
+    def read_rate(self, wait: Callable[[], object]) -> float:
         return 0.0
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
