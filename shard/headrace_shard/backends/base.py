@@ -50,8 +50,11 @@ class Backend(Protocol):
     def pack_embedding(self, table: Table, ids: range) -> Any:
         """The embedding table [vocab, hidden], of which this rank answers for the given token ids."""
 
-    def read_rate(self, seconds: float) -> float:
-        """Bytes per second at which this process reads its packed matrices, tried for so many seconds; 0: not known."""
+    def read_rate(self, wait: Callable[[], object]) -> float:
+        """Bytes per second at which this process reads its packed matrices from memory, tried once; 0: not known.
+
+        `wait` is called right before and after it, within the time: ranks that read at once wait for each other there.
+        """
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
         """Data type of the KV cache of such layers."""

@@ -85,8 +85,8 @@ class CpuBackend(TorchBackend):
             width += part.rows
         return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept))
 
-    def read_rate(self, seconds: float) -> float:
-        return self._library.read_rate(self._panels, seconds)
+    def read_rate(self, wait: Callable[[], object]) -> float:
+        return self._library.read_rate(self._panels, wait)
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> PackedNorm:  # type: ignore[override]
         values = weight.to(torch.float32, copy=True)  # a mapped one would keep its file in memory

@@ -101,7 +101,7 @@ class TorchBackend:
             counts[name] += size
         return counts
 
-    def read_rate(self, seconds: float) -> float:
+    def read_rate(self, wait: Callable[[], object]) -> float:
         return 0.0
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:

@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +25,7 @@ GROUP_BYTES = {
     Format.INT8: PANEL * GROUP + 2 * PANEL, Format.INT4: PANEL * GROUP // 2 + 4 * PANEL,
 }
 PIECE_ROWS = 1024  # that are dequantized at once
-SPAN, MOST_SPANS = 1 << 17, 4096  # bytes that a thread reads at once, and how often: 512 MB are enough
+SPAN, MOST_SPANS = 1 << 17, 2048  # bytes that a thread reads at once, and how often: 256 MB are enough
 FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, torch.float16: Format.FLOAT16}
 Address = ctypes.c_void_p
 _INTS = ("count", "kind", "format")
@@ -160,23 +160,23 @@ class Library:
             values = Values(FORMATS[piece.dtype], *piece.shape, piece.stride(0) * piece.itemsize, piece.data_ptr())
             self._pack(ctypes.addressof(values), part.format, out.data_ptr() + first // PANEL * size)
 
-    def read_rate(self, packed: Sequence[torch.Tensor], seconds: float) -> float:
-        """Bytes per second at which all threads read these from memory: the median of the passes in so many seconds.
+    def read_rate(self, packed: Sequence[torch.Tensor], wait: Callable[[], object]) -> float:
+        """Bytes per second at which all threads read these from memory, once, between two calls of `wait`.
 
-        They are taken out of the cache before each pass, so that it is the memory's own rate however small they are.
+        They are taken out of the cache before, so that it is the memory's own rate however small they are.
         """
         spans = [
             (part.data_ptr() + at, min(SPAN, len(part) - at)) for part in packed for at in range(0, len(part), SPAN)
         ][:MOST_SPANS]
         addresses = np.array([span[0] for span in spans], dtype=np.uint64)
         sizes = np.array([span[1] for span in spans], dtype=np.int64)
-        given, rates, end = (addresses.ctypes.data, sizes.ctypes.data, len(spans)), [], time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            self._evict(*given)
-            begin = time.perf_counter()
-            self._read(*given)
-            rates.append(float(sizes.sum()) / (time.perf_counter() - begin))
-        return float(np.median(rates))
+        given = addresses.ctypes.data, sizes.ctypes.data, len(spans)
+        self._evict(*given)
+        wait()
+        begin = time.perf_counter()
+        self._read(*given)
+        wait()
+        return float(sizes.sum()) / (time.perf_counter() - begin)
 
 
 def format_of(part: Blocks | Dense) -> Format:
