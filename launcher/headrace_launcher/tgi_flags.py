@@ -36,7 +36,6 @@ NOT_BUILT: dict[str, bool] = {
     "--quantize": True,
     "--rope-factor": True,
     "--rope-scaling": True,
-    "--speculate": True,
     "--trust-remote-code": False,
     "--weights-cache-override": True,
 }
