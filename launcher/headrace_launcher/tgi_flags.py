@@ -35,7 +35,6 @@ NOT_BUILT: dict[str, bool] = {
     "--otlp-service-name": True,
     "--rope-factor": True,
     "--rope-scaling": True,
-    "--speculate": True,
     "--trust-remote-code": False,
     "--weights-cache-override": True,
 }

@@ -81,7 +81,8 @@ class LeadingRole:
             Leader(loaded.model, loaded.group), RunningBatch(loaded.rows, limits.max_total_tokens),
             BlockManager(limits.blocks), eos_ids=frozenset(folder.eos_token_ids), vocab_size=vocab,
             max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
-            step_deadline=loaded.step_deadline, passes=loaded.passes, grammars=grammars,
+            step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching, speculate=settings.speculate,
+            grammars=grammars, passes=loaded.passes,
         )
         admitted = RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab)
         watermark = Watermark(settings.watermark_gamma, settings.watermark_delta)
@@ -227,6 +228,8 @@ def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded, grammar: 
     """The answer to Info. `grammar`: output can be constrained."""
     limits = loaded.limits
     features = ["logprobs", "top_n_tokens", "prompt_logprobs", "prompt_top_n_tokens", "watermark", "resume"]
+    if settings.prefix_caching:
+        features.append("prefix_caching")
     if grammar:
         features.append("grammar")
     return pb.InfoResponse(

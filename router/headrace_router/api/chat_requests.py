@@ -21,6 +21,7 @@ from headrace_router.api.openai_requests import (
 from headrace_router.api.openai_types import ChatBody, Conversation, Message
 from headrace_router.service import Service
 from headrace_router.text import pool
+from headrace_router.text.renderer import Turn
 from headrace_router.validation import CHAT, Rules, check_least, check_range, too_long
 
 MAX_TOP_LOGPROBS = 20
@@ -91,7 +92,7 @@ def _check_messages(messages: list[Message]) -> list[dict[str, Any]]:
     return plain
 
 
-def _turn(body: Conversation, messages: list[dict[str, Any]]) -> pool.Turn | None:
+def _turn(body: Conversation, messages: list[dict[str, Any]]) -> Turn | None:
     """How the prompt ends. An assistant's last message goes on, unless a flag says otherwise."""
     on, new = body.continue_final_message, body.add_generation_prompt
     if on and new:
