@@ -16,7 +16,7 @@ PROTO := proto/headrace/v1/generation.proto
 GENERATED := proto/headrace/v1/generation_pb2_grpc.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto run chat test test-kernels test-failures test-image lint bench bench-peers clean
+.PHONY: help install proto run chat test test-kernels judges test-failures test-image lint bench bench-peers clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{ t = $$2; $$1 = $$2 = ""; printf "  make %-12s%s\n", t, $$0 }'
@@ -84,6 +84,9 @@ test-failures: $(VENV)/.headrace-model $(GENERATED) ## every row of the failure 
 
 test-image: $(VENV)/.headrace-project ## run the Dockerfile's steps in a fresh environment
 	$(BIN)/python tests/image.py
+
+judges: $(VENV)/.headrace-model $(GENERATED) ## client libraries of others against the service (some minutes)
+	HEADRACE_WRITE_VERDICTS=1 $(BIN)/python -m pytest tests/judges -m "judges or not judges" -s $(ARGS)
 
 bench: $(VENV)/.headrace-model $(GENERATED) ## measure, and compare with bench/results
 	$(BIN)/python -m bench $(ARGS)
