@@ -16,7 +16,7 @@ PROTO := proto/headrace/v1/generation.proto
 GENERATED := proto/headrace/v1/generation_pb2_grpc.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto run chat test judges test-failures test-image lint bench bench-peers clean
+.PHONY: help install proto run chat test test-kernels judges test-failures test-image lint bench bench-peers clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{ t = $$2; $$1 = $$2 = ""; printf "  make %-12s%s\n", t, $$0 }'
@@ -75,6 +75,9 @@ lint: $(VENV)/.headrace-project $(GENERATED) ## ruff and mypy over the tree
 
 test: $(VENV)/.headrace-model $(GENERATED) lint ## lint, then the test suite
 	$(BIN)/python -m pytest $(ARGS)
+
+test-kernels: $(VENV)/.headrace-model $(GENERATED) ## the CPU kernels: a hundred times as many shapes, and the sanitizers (2 min)
+	HEADRACE_TEST_FUZZ=100 $(BIN)/python -m pytest tests/kernels tests/unit/shard/test_kernels.py -m "kernels or not kernels" $(ARGS)
 
 test-failures: $(VENV)/.headrace-model $(GENERATED) ## every row of the failure matrix (some minutes)
 	$(BIN)/python -m pytest tests/failures -m "failures or not failures" -s $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import subprocess
 import sys
 import time
@@ -87,6 +88,18 @@ def child_of(pid: int, module: str) -> int:
         if module in child.cmdline():
             return child.pid
     raise LookupError(module)
+
+
+def roofline(log: str) -> float:
+    """Tokens per second that reading the weights allows one stream, as the leading shard's line in the log says.
+
+    Raises:
+        LookupError: there is no such line: torch serves, or the shard is not ready.
+    """
+    found = re.search(r"at most ([\d.]+) tokens/s for one stream", log)
+    if found is None:
+        raise LookupError("the log does not say what the memory allows")
+    return float(found[1])
 
 
 def wait_answer(process: Process, url: str) -> None:

@@ -33,7 +33,6 @@ NOT_BUILT: dict[str, bool] = {
     "--lora-adapters": True,
     "--otlp-endpoint": True,
     "--otlp-service-name": True,
-    "--quantize": True,
     "--rope-factor": True,
     "--rope-scaling": True,
     "--trust-remote-code": False,

@@ -14,7 +14,7 @@ import click
 from headrace._common import logs, options
 from headrace._common.errors import StartupError
 from headrace._common.process import die_with_parent
-from headrace_shard.settings import ShardSettings
+from headrace_shard.settings import ShardSettings, conflict
 
 
 def run(**given: Any) -> int:
@@ -27,6 +27,8 @@ def run(**given: Any) -> int:
         raise click.UsageError("--model-folder is missing: the folder with config, tokenizer and weights")
     if settings.rank >= settings.num_shard:
         raise click.UsageError(f"--rank {settings.rank} is not below --num-shard {settings.num_shard}")
+    if settings.dtype is not None and settings.quantize is not None:
+        raise click.UsageError(conflict(settings.dtype, settings.quantize))
     if settings.num_shard > 1 and not settings.shard_uds_path:
         raise click.UsageError(f"--num-shard {settings.num_shard} needs --shard-uds-path, where the ranks find each other")
     # Checked before torch is imported, which takes seconds.

@@ -38,6 +38,7 @@ from headrace_shard.kv.prefix import PrefixCache
 from headrace_shard.outcome import Outcome
 from headrace_shard.parallel.group import GroupBroken, Trouble
 from headrace_shard.requests import StepResult, Timings
+from headrace_shard.sampling.passes import Passes, TorchPasses
 from headrace_shard.sampling.sampler import Choice, Row, choose, most_likely
 from headrace_shard.scheduler import Plan, Scheduler
 from headrace_shard.speculation import Speculation
@@ -75,10 +76,12 @@ class Executor:
         self, runner: Runner, rows: RunningBatch, blocks: BlockManager, *, eos_ids: frozenset[int], vocab_size: int,
         max_step_tokens: int, batch_lease: float, deliver: Callable[[Delivery], None], step_deadline: float,
         prefix_caching: bool = True, speculate: int = 0, grammars: GrammarCompiler | None = None,
+        passes: Passes | None = None,
     ) -> None:
         """`deliver` is called from the executor's thread; `step_deadline`: seconds after which a step counts as hung;
         `grammars`: None if no request is ever constrained.
         """
+        self._passes = passes or TorchPasses()
         self._runner, self._rows, self._deliver, self._grammars = runner, rows, deliver, grammars
         if grammars is not None:
             grammars.on_ready = self.wake
@@ -255,7 +258,7 @@ class Executor:
         if len(plan.sample_at) < len(logits):
             logits = logits[torch.from_numpy(plan.sample_at)]
         choices = zip(plan.sampled.tolist(), plan.rounds.tolist(), strict=True)
-        return choose(logits, [self._sampling_row(slot, drafted) for slot, drafted in choices])
+        return choose(logits, [self._sampling_row(slot, drafted) for slot, drafted in choices], self._passes)
 
     def _settle_constraints(self, plan: Plan) -> Plan:
         """The plan without the rows whose grammar has failed, or is not ready yet."""

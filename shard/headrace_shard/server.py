@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -81,7 +82,7 @@ class LeadingRole:
             BlockManager(limits.blocks), eos_ids=frozenset(folder.eos_token_ids), vocab_size=vocab,
             max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
             step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching, speculate=settings.speculate,
-            grammars=grammars,
+            grammars=grammars, passes=loaded.passes,
         )
         admitted = RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab)
         watermark = Watermark(settings.watermark_gamma, settings.watermark_delta)
@@ -154,6 +155,9 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
     role.start()
     await server.start()
     trim_memory()  # what loading leaves behind is larger than what it keeps
+    gc.freeze()  # else a full collection walks through torch's objects every few thousand steps
+    if settings.rank == 0:
+        log.info("%s", loaded.roofline)
     log.info("KV cache: %s", loaded.limits.explanation)
     log.info("ready: import %.1f s, load %.1f s, warm-up %.1f s", import_seconds, load_seconds, loaded.warmup_seconds)
     watching = asyncio.ensure_future(watch(role, standard))

@@ -16,6 +16,10 @@ void tile_of(const Matrix& matrix, int panel, const Activations& a, int64_t row,
   switch (matrix.format) {
     case kFloat32:
       return float_tile<MR>(reinterpret_cast<const float*>(w), a.floats + row * k, k, out);
+    case kBFloat16:
+      return float_tile<MR>(reinterpret_cast<const Brain*>(w), a.floats + row * k, k, out);
+    case kFloat16:
+      return float_tile<MR>(reinterpret_cast<const uint16_t*>(w), a.floats + row * k, k, out);
     case kInt8:
       return int8_tile<MR>(w, a.words.data() + row * k, a.word_scales.data() + row * groups, k, out);
     case kInt4:

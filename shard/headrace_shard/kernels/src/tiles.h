@@ -11,8 +11,9 @@ namespace headrace::VARIANT {
 
 constexpr int64_t kFloatRun = 128;  // columns summed before they are added to the total: sums of sums round less
 
-template <int MR>
-inline void float_tile(const float* w, const float* a, int64_t columns, float* out) {
+// W: float, uint16_t (float16) or Brain. The sums are those of the same weights in float32, to the last bit.
+template <int MR, class W>
+inline void float_tile(const W* w, const float* a, int64_t columns, float* out) {
   F8 total[MR][2];
   UNROLL for (int m = 0; m < MR; ++m) total[m][0] = total[m][1] = zero();
   for (int64_t begin = 0; begin < columns; begin += kFloatRun) {
@@ -20,8 +21,8 @@ inline void float_tile(const float* w, const float* a, int64_t columns, float* o
     F8 c[MR][2];
     UNROLL for (int m = 0; m < MR; ++m) c[m][0] = c[m][1] = zero();
     for (int64_t k = begin; k < end; ++k) {
-      const float* p = w + k * kPanel;
-      if (MR == 1) prefetch(p + 1024);
+      const W* p = w + k * kPanel;
+      if (MR == 1) prefetch(p + 4096 / sizeof(W));
       F8 w0 = load(p), w1 = load(p + 8);
       UNROLL for (int m = 0; m < MR; ++m) {
         F8 x = all(a[m * columns + k]);
