@@ -90,7 +90,9 @@ def chat_parameters() -> None:
 
 @check("chat_completion: response_format with a JSON schema")
 def response_format() -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    schema = {
+        "type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"], "additionalProperties": False,
+    }
     reply = client.chat_completion(
         MESSAGES, max_tokens=60,
         response_format={"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}},

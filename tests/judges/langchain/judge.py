@@ -25,8 +25,9 @@ def suite() -> None:
     """Run LangChain's own tests in this process, their output away from ours."""
     os.environ.update(JUDGE_URL=sys.argv[1], JUDGE_MODEL=sys.argv[2])
     here = str(Path(__file__).with_name("suite.py"))
-    pytest.main(["-q", "-p", "no:terminal", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(Path(here).parent),
-                 "-o", "asyncio_mode=auto", here], plugins=[Lines()])
+    pytest.main(["-p", "no:terminal", "-p", "no:cacheprovider", "-c", os.devnull, "--confcutdir", str(Path(here).parent),
+                 "-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session",
+                 "-o", "asyncio_default_fixture_loop_scope=session", here], plugins=[Lines()])
 
 
 def clients() -> None:
@@ -52,7 +53,10 @@ def clients() -> None:
     def hugging_face() -> None:
         from langchain_huggingface import ChatHuggingFace, HuggingFaceEndpoint
 
-        client = HuggingFaceEndpoint(endpoint_url=url, max_new_tokens=6, do_sample=False, huggingfacehub_api_token="-")
+        client = HuggingFaceEndpoint(
+            endpoint_url=url, max_new_tokens=6, do_sample=False, temperature=None, top_p=None, typical_p=None,
+            huggingfacehub_api_token="-",
+        )
         assert "".join(client.stream("1 2 3")) == client.invoke("1 2 3")
         assert ChatHuggingFace(llm=client, model_id=model).invoke("Say hello.").content
 

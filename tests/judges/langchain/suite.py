@@ -19,7 +19,7 @@ class TestHeadrace(ChatModelIntegrationTests):
     def chat_model_params(self) -> dict[str, Any]:
         return {
             "base_url": f"{os.environ['JUDGE_URL']}/v1", "api_key": "-", "model": os.environ["JUDGE_MODEL"],
-            "max_tokens": 64, "temperature": 0,
+            "max_tokens": 64, "temperature": 0, "stream_usage": True,
         }
 
     @property
