@@ -57,17 +57,26 @@ class Entry:
         request, sampling = self.request, self.request.sampling
         wire = pb.Request(
             id=self.wire_id, token_ids=pb.TokenIds(ids=request.prompt + self.output), generated=len(self.output),
-            priority=PRIORITY[request.workload], stopping=pb.Stopping(max_new_tokens=request.max_new_tokens),
+            priority=PRIORITY[request.workload],
+            stopping=pb.Stopping(
+                max_new_tokens=request.max_new_tokens, min_new_tokens=request.min_new_tokens or None,
+                ignore_eos=request.ignore_eos or None, stop_token_ids=request.stop_token_ids,
+            ),
             cache_salt=request.tenant.cache_salt,
             sampling=pb.Sampling(
                 do_sample=sampling.do_sample or None, seed=sampling.seed, temperature=sampling.temperature,
                 top_k=sampling.top_k, top_p=sampling.top_p, typical_p=sampling.typical_p, min_p=sampling.min_p,
                 repetition_penalty=sampling.repetition_penalty, frequency_penalty=sampling.frequency_penalty,
                 presence_penalty=sampling.presence_penalty, logit_bias=sampling.logit_bias,
+                watermark=sampling.watermark or None,
             ),
         )
         if request.top_n_tokens:
             wire.want.top_n_tokens = request.top_n_tokens
+        if request.grammar is not None:
+            wire.grammar.type, wire.grammar.value = request.grammar.kind, request.grammar.source
         if request.prompt_logprobs and not self.output:
             wire.want.prompt_logprobs = True
+            if request.prompt_top_n_tokens:
+                wire.want.prompt_top_n_tokens = request.prompt_top_n_tokens
         return wire

@@ -15,6 +15,7 @@ from headrace_router.api.cors import Cors
 from headrace_router.app import make_app
 from headrace_router.batcher import Batcher
 from headrace_router.connection import Runner
+from headrace_router.grammars import GrammarChecker
 from headrace_router.keys_file import KeysFile
 from headrace_router.limits import find_limits
 from headrace_router.metrics import Gauges, Metrics
@@ -53,7 +54,8 @@ class Router:
         self._tenants = Tenants(settings.api_key, keys_file)
         self._cors = Cors(settings.cors_allow_origin)
         self._folder = ModelFolder.open(settings.model_folder)
-        self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path)
+        self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path, settings.normalize)
+        self._grammars = GrammarChecker()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
@@ -82,7 +84,8 @@ class Router:
             lambda: self.service.retry_after(),
         )
         self.service = Service(
-            settings, limits, shard, self._text, engine, metrics, gauges, self._tenants, meters, Pace(), tokenizer_hash
+            settings, limits, shard, self._text, engine, metrics, gauges, self._tenants, meters, Pace(), tokenizer_hash,
+            self._grammars,
         )
         app = make_app(self.service, self._cors)
         self._runner = Runner(app, settings.client_timeout, shutdown_timeout=FLUSH_SECONDS, lingering_time=2.0)
@@ -130,4 +133,5 @@ class Router:
             await self.batcher.close(f"the shard is gone: {problem}" if problem else "the server is stopping")
             await self._runner.cleanup()
         self._text.close()
+        self._grammars.close()
         await self._shard.close()

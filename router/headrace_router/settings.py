@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headrace._common.logs import LEVELS
 from headrace._common.options import option
+from headrace_router.text.normalize import MODES
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class RouterSettings:
     max_client_batch_size: int = option(4, "most prompts in one /v1/completions call", minimum=1)
     payload_limit: int = option(2_000_000, "largest request body, in bytes", minimum=1)
     validation_workers: int = option(2, "tokenizer threads", minimum=1)
-    enable_prefill_logprobs: bool = option(False, "answer `decoder_input_details` with the prompt's log probabilities")
+    normalize: str = option(
+        "none", "what is done to text before it is tokenized; nfc: Unicode NFC, LF line breaks, no outer white space",
+        env="HEADRACE_NORMALIZE", choices=MODES,
+    )
     tokenizer_config_path: str | None = option(
         None, "file with the chat template to use: tokenizer_config.json or .jinja",
     )

@@ -6,7 +6,7 @@ One step, in order:
    done, start the ones that waited, hand over the last step's results;
 2. plan: decode rows first, then prompt chunks (`scheduler`);
 3. forward: one pass of the model over the flat batch of tokens;
-4. sample: one token for each row that is complete;
+4. sample: one token for each row that is complete, unless its grammar is not ready;
 5. finish: append the tokens, see which requests have ended.
 
 Nothing outside this thread touches batches, rows or blocks; everything comes in through `post`, and goes out through
@@ -31,10 +31,12 @@ import torch
 from headrace._common.errors import HeadraceError, Unhealthy
 from headrace_shard.batch import RunningBatch
 from headrace_shard.calls import BatchTable, Call
+from headrace_shard.grammar import steps as grammar_steps
+from headrace_shard.grammar.compiler import GrammarCompiler
 from headrace_shard.kv.blocks import BlockManager
 from headrace_shard.parallel.group import GroupBroken, Trouble
 from headrace_shard.requests import EOS_TOKEN, ERROR, LENGTH, STOP_TOKEN, Detail, StepResult, Timings
-from headrace_shard.sampling.sampler import Choice, Row, choose
+from headrace_shard.sampling.sampler import Choice, Row, choose, most_likely
 from headrace_shard.scheduler import Plan, Scheduler
 from headrace_shard.step import StepInput
 
@@ -69,9 +71,14 @@ class Executor:
     def __init__(
         self, runner: Runner, rows: RunningBatch, blocks: BlockManager, *, eos_ids: frozenset[int], vocab_size: int,
         max_step_tokens: int, batch_lease: float, deliver: Callable[[Delivery], None], step_deadline: float,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`deliver` is called from the executor's thread; `step_deadline`: seconds after which a step counts as hung."""
-        self._runner, self._rows, self._deliver = runner, rows, deliver
+        """`deliver` is called from the executor's thread; `step_deadline`: seconds after which a step counts as hung;
+        `grammars`: None if no request is ever constrained.
+        """
+        self._runner, self._rows, self._deliver, self._grammars = runner, rows, deliver, grammars
+        if grammars is not None:
+            grammars.on_ready = self.wake
         self._table = BatchTable(rows, blocks, batch_lease)
         self._scheduler = Scheduler(self._table, max_step_tokens)
         self._eos_ids = tuple(sorted(eos_ids))
@@ -99,7 +106,7 @@ class Executor:
             self._thread.join(2.0)
 
     def wake(self) -> None:
-        """Look again: a client has read."""
+        """Look again: a client has read, or a grammar is ready."""
         self._wakeup.set()
 
     def submit(self, call: Call) -> None:
@@ -220,6 +227,7 @@ class Executor:
             logits = self._runner.forward(plan.input)
             sampled = time.perf_counter()
             self._score_prompts(plan, logits)
+            plan = self._settle_constraints(plan)
             choice = self._choose(plan, logits)
         except RuntimeError as error:  # torch's own: out of memory, a shape that does not fit
             log.exception("step %d failed", self._table.step)
@@ -239,13 +247,25 @@ class Executor:
             logits = logits[torch.from_numpy(plan.sample_at)]
         return choose(logits, [self._sampling_row(slot) for slot in plan.sampled.tolist()])
 
+    def _settle_constraints(self, plan: Plan) -> Plan:
+        """The plan without the rows whose grammar has failed, or is not ready yet."""
+        if not self._rows.constraints or self._grammars is None:
+            return plan
+        plan, failed = grammar_steps.settle(plan, self._rows.constraints, self._grammars)
+        for slot, message in failed.items():
+            self._fail_row(slot, message)
+        return plan
+
     def _sampling_row(self, slot: int) -> Row:
         rows = self._rows
         request = rows.request(slot)
         prompt, known = int(rows.prompt[slot]), int(rows.known[slot])
         forbidden = () if known - prompt >= request.min_new else (*self._eos_ids, *request.stop_ids)
-        tokens = rows.tokens[slot]
-        return Row(request.params, tokens[:prompt], tokens[prompt:known], known - prompt, forbidden, request.top_n)
+        tokens, allowed = rows.tokens[slot], None
+        if request.constraint is not None:
+            ends = self._eos_ids if request.ignore_eos else ()
+            allowed, forbidden = request.constraint.allowed((*forbidden, *ends)), ()
+        return Row(request.params, tokens[:prompt], tokens[prompt:known], known - prompt, forbidden, request.top_n, allowed)
 
     def _score_prompts(self, plan: Plan, logits: torch.Tensor) -> None:
         """Log probabilities of prompt tokens, collected until the first token goes out."""
@@ -253,7 +273,10 @@ class Executor:
             rows = logits[part.at : part.at + part.count]
             tokens = self._rows.tokens[part.slot, part.start + 1 : part.start + 1 + part.count].astype(np.int64)
             picked = rows.gather(1, torch.from_numpy(tokens).to(rows.device)[:, None])[:, 0]
-            self._rows.prompt_scores[part.slot] += (picked - rows.logsumexp(-1)).tolist()
+            log_total = rows.logsumexp(-1)
+            self._rows.prompt_scores[part.slot] += (picked - log_total).tolist()
+            if count := self._rows.request(part.slot).prompt_top_n:
+                self._rows.prompt_top[part.slot] += most_likely(rows, log_total, count)
 
     def _finish(self, plan: Plan, choice: Choice) -> None:
         """Append the tokens to their rows, write the batches' results, free what has ended."""
@@ -283,6 +306,8 @@ class Executor:
                     batch.call.waiting.difference_update(slots[mine].tolist())
         for at in np.nonzero((reasons > 0) | rows.special[slots])[0].tolist():
             self._detail(int(slots[at]), int(tokens[at]), int(reasons[at]), choice.top.get(at))
+        if rows.constraints and self._grammars is not None:
+            grammar_steps.advance(plan, tokens.tolist(), rows, self._grammars)
 
     def _detail(self, slot: int, token: int, reason: int, top: tuple[list[int], list[float]] | None) -> None:
         """More about one row that asked for it or has ended; frees the row if it has."""
@@ -298,6 +323,8 @@ class Executor:
         if request.prompt_logprobs and generated == 1:
             scores = [math.nan, *rows.prompt_scores[slot]]
             detail.prompt_logprobs = (rows.tokens[slot, :prompt].tolist(), scores)
+            if request.prompt_top_n:
+                detail.prompt_top = [([], []), *rows.prompt_top[slot]]
         if reason == ERROR:
             detail.token, detail.generated_tokens = None, generated - 1
             detail.message = "the model's logits are not finite numbers"
@@ -310,9 +337,16 @@ class Executor:
     def _fail(self, plan: Plan, message: str) -> None:
         """End every request of a step that could not be run."""
         for slot in plan.slots.tolist():
-            batch = self._table.batches[int(self._rows.batch[slot])]
-            self._table.result_of(batch).details.append(Detail(self._rows.request(slot).id, ERROR, message))
-            self._table.drop(slot)
+            self._fail_row(slot, message)
         for batch in self._table.at_work():
             if batch.call and batch.call.result:
                 batch.call.steps += 1
+
+    def _fail_row(self, slot: int, message: str) -> None:
+        """End one request with an error."""
+        rows, prompt = self._rows, int(self._rows.prompt[slot])
+        batch = self._table.batches[int(rows.batch[slot])]
+        self._table.result_of(batch).details.append(Detail(
+            rows.request(slot).id, ERROR, message, prompt_tokens=prompt, generated_tokens=int(rows.known[slot]) - prompt,
+        ))
+        self._table.drop(slot)

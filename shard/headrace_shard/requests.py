@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace._common.detokenizer import Detokenizer
+from headrace_shard.grammar.state import Constraint
 from headrace_shard.sampling.params import SamplingParams
 
 UNFINISHED, LENGTH, EOS_TOKEN, STOP_TOKEN, ERROR = range(5)  # Detail.FinishReason
+TopTokens = tuple[list[int], list[float]]  # ids and log probabilities, most likely first
 RUNNING, FINISHED, YIELDED, MAX_STEPS, CANCELLED = range(5)  # Step.End
 
 
@@ -34,7 +36,9 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     top_n: int = 0
     prompt_logprobs: bool = False
+    prompt_top_n: int = 0
     detokenizer: Detokenizer | None = None  # where the client wants text
+    constraint: Constraint | None = None
 
 
 @dataclass(slots=True)
@@ -47,6 +51,7 @@ class Detail:
     token: int | None = None
     top: tuple[list[int], list[float]] | None = None
     prompt_logprobs: tuple[list[int], list[float]] | None = None
+    prompt_top: list[TopTokens] = field(default_factory=list)  # of each prompt token, if asked for
     seed: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0

@@ -79,10 +79,12 @@ class Scheduler:
         working = self._table.at_work()
         ready = [b for b in working if b.call and not b.call.blocked]
         active = [slot for batch in ready for slot in batch.slots.values()]
+        rows = self._rows
+        if rows.constraints:
+            active = [slot for slot in active if not (c := rows.constraints.get(slot)) or not c.sits_out]
         if not active:
             return None
         slots = np.array(active, dtype=np.int64)
-        rows = self._rows
         slots = slots[np.lexsort((rows.order[slots], -rows.priority[slots]))]  # highest priority first, oldest first
         decoding = rows.known[slots] - rows.computed[slots] == 1
         decode = self._with_room(slots[decoding], working)

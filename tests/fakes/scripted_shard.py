@@ -74,6 +74,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         self.room = max_batch_size  # rows that fit; fewer than max_batch_size: RESOURCE_EXHAUSTED
         self.poison: int | None = None  # a prompt with this token id is refused
         self.healthy = True
+        self.features = ["prompt_logprobs", "grammar"]
         self.batches: dict[int, Batch] = {}
         self.prefills: list[pb.PrefillRequest] = []  # everything that was asked for, in order
         self.refusals = 0
@@ -128,7 +129,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
             model_id="scripted", dtype="float32", device="cpu", world_size=1, leader=True, vocab_size=self.vocab_size,
             eos_token_ids=[self.eos_id], max_input_tokens=self.max_total_tokens - 1,
             max_total_tokens=self.max_total_tokens, max_batch_size=self.max_batch_size, max_step_tokens=256,
-            block_size=16, blocks=1000, features=["prompt_logprobs"], contract_version="1",
+            block_size=16, blocks=1000, features=self.features, contract_version="1",
         )
 
     async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthResponse:
@@ -261,6 +262,8 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         step.intermediates.logprob.append(LOGPROB)
         if token_id == self.eos_id and not request.stopping.ignore_eos:
             reason = pb.Detail.EOS_TOKEN
+        elif token_id in request.stopping.stop_token_ids:
+            reason = pb.Detail.STOP_TOKEN
         elif row.generated >= request.stopping.max_new_tokens:
             reason = pb.Detail.LENGTH
         else:
@@ -277,6 +280,10 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
                 ids = request.token_ids.ids
                 detail.prompt_logprobs.token_id.extend(ids)
                 detail.prompt_logprobs.logprob.extend([float("nan"), *(-1.0 for _ in ids[1:])])
+                if most := request.want.prompt_top_n_tokens:
+                    detail.prompt_logprobs.top.add()
+                    for _ in ids[1:]:
+                        detail.prompt_logprobs.top.add(token_id=range(50, 50 + most), logprob=[-0.1] * most)
         row.begun = True
         if reason:
             del batch.rows[request.id]

@@ -10,18 +10,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from headrace._common.errors import StartupError, TemplateError
 from headrace._common.model_folder import ModelFolder, read_text
 from headrace._common.tokenizing import Piece, Tokenizer
 from headrace_router.text.chat import ChatEncoder, Marked, template_messages
+from headrace_router.text.normalize import normalize
 from headrace_router.text.template import MAX_SECONDS, ChatTemplate
 
 T = TypeVar("T")
 
 
 SLICE = 16_384  # characters
+Turn = Literal["new", "continue", "none"]  # a new one of the assistant; its last message goes on; nothing is begun
 
 
 class TooLong(Exception):
@@ -43,14 +45,16 @@ class ChatPrompt:
 class TextPool:
     """The model's tokenizer and chat template behind a few threads."""
 
-    def __init__(self, folder: ModelFolder, workers: int, template_path: str | None) -> None:
-        """
+    def __init__(self, folder: ModelFolder, workers: int, template_path: str | None, normalize: str = "none") -> None:
+        """`normalize`: one of `normalize.MODES`.
+
         Raises:
             StartupError: the tokenizer or the template file cannot be read.
         """
         self.tokenizer = Tokenizer(folder.tokenizer_path)
         self._chat = ChatEncoder(self.tokenizer)
         self._template, self._template_error = _load_template(folder, template_path)
+        self._mode = normalize
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
@@ -59,6 +63,10 @@ class TextPool:
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """Do something long in one of the threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    def normalize(self, text: str) -> str:
+        """What a user wrote, as the operator wants it."""
+        return normalize(text, self._mode)
 
     async def encode(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of a raw prompt, with the special tokens that the tokenizer adds.
@@ -86,8 +94,15 @@ class TextPool:
             if count > 2 * most + SLICE:
                 raise TooLong(most)
 
-    async def chat(self, messages: list[dict[str, Any]], most: int | None = None) -> ChatPrompt:
-        """The prompt of a conversation. If the assistant spoke last, it goes on where it stopped.
+    async def chat(
+        self, messages: list[dict[str, Any]], most: int | None = None, turn: Turn | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> ChatPrompt:
+        """The prompt of a conversation.
+
+        Args:
+            turn: how it ends; None: the assistant goes on where it stopped if it spoke last, else it is its turn.
+            variables: more of them for the template; their strings are plain text, as messages are.
 
         Raises:
             TooLong: it has many more tokens than `most`.
@@ -96,7 +111,7 @@ class TextPool:
         """
         try:
             async with asyncio.timeout(2 * MAX_SECONDS):
-                return await self.run(self._render, messages, most)
+                return await self.run(self._render, messages, most, turn, variables or {})
         except TimeoutError:
             raise TemplateError("Template error: the chat template takes too long") from None
 
@@ -110,17 +125,26 @@ class TextPool:
             start = stop
         return made
 
-    def _render(self, messages: list[dict[str, Any]], most: int | None) -> ChatPrompt:
+    def mentions(self, word: str) -> bool:
+        """Does the chat template hold `word`?"""
+        return self._template is not None and self._template.mentions(word)
+
+    def _render(
+        self, messages: list[dict[str, Any]], most: int | None, turn: Turn | None, variables: dict[str, Any]
+    ) -> ChatPrompt:
         if self._template is None:
             raise TemplateError(self._template_error)
         ready = template_messages(messages)
         if not self._template.mentions("developer"):  # the newer name of the system role
             ready = [{**m, "role": "system"} if m["role"] == "developer" else m for m in ready]
-        marked = Marked(ready, self._chat.control)
-        goes_on = marked.messages[-1]["role"] == "assistant" and not marked.messages[-1].get("tool_calls")
-        final = marked.messages[-1]["content"] if goes_on else ""
-        rendered = self._template.render(marked.messages, add_generation_prompt=not goes_on)
-        if goes_on:
+        ready = [{**m, "content": self.normalize(m["content"])} for m in ready]
+        marked = Marked([*ready, variables], self._chat.control)
+        *made, extra = marked.messages
+        if turn is None:
+            turn = "continue" if made[-1]["role"] == "assistant" and not made[-1].get("tool_calls") else "new"
+        final = made[-1]["content"]
+        rendered = self._template.render(made, add_generation_prompt=turn == "new", **extra)
+        if turn == "continue":
             rendered = _cut_after(rendered, final)
         plain = marked.plain(rendered)
         self._check_length(plain, most)
