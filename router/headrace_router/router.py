@@ -19,7 +19,7 @@ from headrace_router.grammars import GrammarChecker
 from headrace_router.keys_file import KeysFile
 from headrace_router.limits import find_limits
 from headrace_router.metrics import Gauges, Metrics
-from headrace_router.pace import Pace
+from headrace_router.pace import Forecast, Pace
 from headrace_router.presets import preset
 from headrace_router.rates import Meters
 from headrace_router.service import Service
@@ -77,18 +77,17 @@ class Router:
             settings.shard_restarts,
         )
         gauges = Gauges(
-            lambda: batcher.waiting, lambda: batcher.running, lambda: batcher.running_tokens,
+            lambda: batcher.waiting, lambda: batcher.waiting_tokens, lambda: batcher.running, lambda: batcher.running_tokens,
             shard.capacity.max_batch_total_tokens,
         )
         tokenizer_hash = hashlib.sha256(self._folder.tokenizer_path.read_bytes()).hexdigest()
-        meters = Meters()
+        meters, forecast = Meters(), Forecast()
         engine = Admission(
-            batcher, meters, metrics, lambda: batcher.backlog, tuned.max_queue_size,
-            lambda: self.service.retry_after(),
+            batcher, batcher, meters, metrics, tuned, forecast, lambda: self.service.retry_after(),
         )
         self.service = Service(
-            settings, limits, shard, self._text, engine, metrics, gauges, self._tenants, meters, Pace(), tokenizer_hash,
-            self._grammars,
+            settings, limits, shard, self._text, engine, metrics, gauges, self._tenants, meters, Pace(), forecast,
+            tokenizer_hash, self._grammars,
         )
         app = make_app(self.service, self._cors)
         self._runner = Runner(app, settings.client_timeout, shutdown_timeout=FLUSH_SECONDS, lingering_time=2.0)
