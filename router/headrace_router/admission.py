@@ -99,7 +99,7 @@ class Admission:
             need += self._forecast.rest(request.max_new_tokens, request.min_new_tokens)
             if need > left:
                 raise WouldBeLate(
-                    f"Model is overloaded: the request would need about {need:.1f} s, and has {left:.1f}", self._retry_after()
+                    f"Model is overloaded: the request would need about {need:.3g} s, and has {left:.3g} s", self._retry_after()
                 )
 
     def _shed(self, request: GenerateRequest, stream: TokenStream) -> None:
