@@ -87,6 +87,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--scale", type=float, default=1.0, help="of the lengths")
     parser.add_argument("--kv-tokens", type=int, help="that the KV cache holds; the machine's if not given")
+    parser.add_argument("--max-step-tokens", type=int, help="the preset's if not given")
     parser.add_argument("--max-queue-size", type=int, help="the preset's if not given")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
@@ -94,6 +95,8 @@ def main() -> int:
     if given.kv_tokens:
         machine = replace(machine, kv_tokens=given.kv_tokens)
     tuned = PRESETS[given.preset]
+    if given.max_step_tokens:
+        tuned = replace(tuned, max_step_tokens=given.max_step_tokens)
     if given.max_queue_size:
         tuned = replace(tuned, max_queue_size=given.max_queue_size)
     drawn = draw_lengths(given.workload or tuple(WORKLOADS), given.requests, given.seed, given.scale)

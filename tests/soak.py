@@ -56,6 +56,8 @@ def make_request(draw: random.Random) -> tuple[str, dict[str, Any], dict[str, st
             parameters["grammar"] = {"type": "regex", "value": "[0-9]{3}-[a-f]+"}
         return ("/generate", "/generate_stream")[kind], {"inputs": text, "parameters": parameters}, headers
     body = {"model": "m", "max_tokens": tokens, "stream": draw.random() < 0.7, **sampling}
+    if draw.random() < 0.2:
+        body |= {"logit_bias": {"101": 60}, "max_tokens": 60}  # repeats itself: guesses are right
     if kind == 2:
         return "/v1/completions", {**body, "prompt": text, "n": draw.randrange(1, 3)}, headers
     return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]}, headers
