@@ -38,7 +38,7 @@ class Backend(Protocol):
         """Weight [hidden] of an RMS norm."""
 
     def pack_embedding(self, table: Table, ids: range) -> Any:
-        """The embedding table [vocab, hidden], of which this rank answers for the given token ids."""
+        """The embedding table [vocab, hidden], of which this rank need only answer for these token ids."""
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
         """Data type of the KV cache of such layers."""

@@ -79,8 +79,11 @@ class CpuBackend(TorchBackend):
         norm = kernels.Norm(values.data_ptr(), epsilon)
         return PackedNorm(ctypes.addressof(norm), (norm, values))
 
-    def pack_embedding(self, table: Table, ids: range) -> MappedEmbedding:
-        return MappedEmbedding(torch.empty(0), ids, table)
+    def pack_embedding(self, table: Table, ids: range) -> MappedEmbedding:  # type: ignore[override]
+        return MappedEmbedding(table)
+
+    def embed(self, table: MappedEmbedding) -> torch.Tensor:  # type: ignore[override]
+        return table(self._ids)
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
         return torch.float16 if self._own and covers(shape) else torch.float32
@@ -124,19 +127,20 @@ class CpuBackend(TorchBackend):
     def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Packed) -> torch.Tensor:  # type: ignore[override]
         if self._group.world_size == 1:
             return self._linear(attended, None, projection, residual=x, out=x)
-        return x + self._group.sum(self._linear(attended, None, projection))
+        part = self._group.room(len(x), projection.width)
+        return self._group.sum(self._linear(attended, None, projection, out=part), x)
 
     def mlp(self, x: torch.Tensor, norm: PackedNorm, gate_up: Packed, down: Packed) -> torch.Tensor:  # type: ignore[override]
         alone = self._group.world_size == 1
-        out = x if alone else torch.empty_like(x)
+        out = x if alone else self._group.room(len(x), down.width)
         self._library.mlp(
             x.data_ptr(), len(x), norm.address, gate_up.address, down.address, x.data_ptr() if alone else None, out.data_ptr()
         )
-        return out if alone else x + self._group.sum(out)
+        return out if alone else self._group.sum(out, x)
 
     def head(self, x: torch.Tensor, norm: PackedNorm, head: Packed) -> torch.Tensor:  # type: ignore[override]
         rows = x if self._all_wanted else x[self._wanted]
-        return self._group.gather(self._linear(rows, norm, head))
+        return self._group.gather(self._linear(rows, norm, head, out=self._group.room(len(rows), head.width)))
 
     def _linear(
         self, x: torch.Tensor, norm: PackedNorm | None, weights: Packed, residual: torch.Tensor | None = None,
@@ -151,7 +155,6 @@ class CpuBackend(TorchBackend):
                 residual.data_ptr() if residual is not None else None, out.data_ptr(),
             )
         return out
-
 
     def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
         """Memory that lives from one operation to the next and is the same in every layer."""

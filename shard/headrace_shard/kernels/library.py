@@ -64,10 +64,7 @@ class Library:
         Raises:
             BuildFailed: it is not there and cannot be built or loaded; one line.
         """
-        try:
-            code = ctypes.CDLL(str(build()))
-        except OSError as error:
-            raise BuildFailed(f"cannot load the CPU kernels: {error}") from None
+        code = load_code()
         code.headrace_use.restype = ctypes.c_char_p
         self.variant: str = code.headrace_use(variant.encode()).decode()
         self._code, self._arena = code, Arena()
@@ -100,6 +97,14 @@ class Library:
         if rows > whole * PANEL:
             out[whole, :, : rows - whole * PANEL] = weight[whole * PANEL :].T
         return out
+
+
+def load_code() -> ctypes.CDLL:
+    """The compiled library, built first if it has to be; raises BuildFailed."""
+    try:
+        return ctypes.CDLL(str(build()))
+    except OSError as error:
+        raise BuildFailed(f"cannot load the CPU kernels: {error}") from None
 
 
 class Arena:
