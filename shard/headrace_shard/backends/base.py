@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from headrace_shard.parallel.partition import Runs
 from headrace_shard.step import StepInput
 from headrace_shard.weights.source import Blocks, Table
 
@@ -31,8 +32,13 @@ class Backend(Protocol):
 
     kinds: Collection[int]  # GGUF tensor types that `pack_linear` takes as blocks
 
-    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Any:
-        """Weights [out, in] of one or more linear layers over the same input, run as one."""
+    def pack_linear(
+        self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
+    ) -> Any:
+        """Weights [out, in] of one or more linear layers over the same input, run as one.
+
+        `runs`: of a row-parallel layer; in what order to sum, for a backend whose ranks agree in the last bit.
+        """
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Any:
         """Weight [hidden] of an RMS norm."""

@@ -20,7 +20,8 @@ from headrace_shard.backends.torch_backend import TorchBackend
 from headrace_shard.kernels import library as kernels
 from headrace_shard.kernels.library import Library
 from headrace_shard.kv.blocks import BLOCK_SIZE
-from headrace_shard.parallel.group import Group
+from headrace_shard.parallel.group import BOTH_HALVES, Group
+from headrace_shard.parallel.partition import Runs
 from headrace_shard.step import StepInput
 from headrace_shard.weights.source import Blocks, Table
 
@@ -36,6 +37,8 @@ class Packed:
     count: int
     width: int  # of the output, all matrices together
     kept: tuple[object, ...]
+    halves: Sequence[int] | None = None  # of a row-parallel layer, as `Group.sum` takes them
+    planes: int = 1  # 2: the halves of this rank's product are kept apart
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,11 @@ class CpuBackend(TorchBackend):
         self._angles = Angles()
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Packed:  # type: ignore[override]
+    def pack_linear(  # type: ignore[override]
+        self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
+    ) -> Packed:
+        halves = runs.halves if runs else None
+        apart = halves is not None and self._group.world_size > 1 and halves[self._group.rank] == BOTH_HALVES
         matrices, kept, width = (kernels.Matrix * len(parts))(), [], 0
         for number, part in enumerate(parts):
             if isinstance(part, Blocks):
@@ -69,10 +76,12 @@ class CpuBackend(TorchBackend):
                 panels = self._library.pack_floats(part)
             bias = biases[number].float().contiguous() if biases else None
             bias_address = bias.data_ptr() if bias is not None else None
-            matrices[number] = kernels.Matrix(form, rows, columns, panels.data_ptr(), bias_address)
+            matrices[number] = kernels.Matrix(
+                form, rows, columns, panels.data_ptr(), bias_address, runs.breaks if runs else (0, 0, 0), apart
+            )
             kept += [panels, bias]
             width += rows
-        return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept))
+        return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept), halves, 1 + apart)
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> PackedNorm:  # type: ignore[override]
         values = weight.float().contiguous()
@@ -127,16 +136,16 @@ class CpuBackend(TorchBackend):
     def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Packed) -> torch.Tensor:  # type: ignore[override]
         if self._group.world_size == 1:
             return self._linear(attended, None, projection, residual=x, out=x)
-        part = self._group.room(len(x), projection.width)
-        return self._group.sum(self._linear(attended, None, projection, out=part), x)
+        part = self._group.room(projection.planes * len(x), projection.width)
+        return self._group.sum(self._linear(attended, None, projection, out=part), x, projection.halves)
 
     def mlp(self, x: torch.Tensor, norm: PackedNorm, gate_up: Packed, down: Packed) -> torch.Tensor:  # type: ignore[override]
         alone = self._group.world_size == 1
-        out = x if alone else self._group.room(len(x), down.width)
+        out = x if alone else self._group.room(down.planes * len(x), down.width)
         self._library.mlp(
             x.data_ptr(), len(x), norm.address, gate_up.address, down.address, x.data_ptr() if alone else None, out.data_ptr()
         )
-        return out if alone else self._group.sum(out, x)
+        return out if alone else self._group.sum(out, x, down.halves)
 
     def head(self, x: torch.Tensor, norm: PackedNorm, head: Packed) -> torch.Tensor:  # type: ignore[override]
         rows = x if self._all_wanted else x[self._wanted]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace_shard.backends.torch_backend import Linear, TorchBackend
+from headrace_shard.parallel.partition import Runs
 from headrace_shard.weights.source import Blocks, Table
 
 
@@ -46,6 +47,8 @@ class OneDnnBackend(TorchBackend):
         """Whether this machine and data type have the packed path."""
         return device.type == "cpu" and dtype == torch.float32 and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
-    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Linear:
+    def pack_linear(
+        self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
+    ) -> Linear:
         plain = super().pack_linear(parts, biases)
         return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(plain.weight.contiguous()), plain.bias)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from headrace_shard.backends.base import AttentionShape
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.parallel.group import Group
+from headrace_shard.parallel.partition import Runs
 from headrace_shard.step import Chunk, StepInput
 from headrace_shard.weights.source import Blocks, Table
 
@@ -74,7 +75,9 @@ class TorchBackend:
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
 
-    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Linear:
+    def pack_linear(
+        self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
+    ) -> Linear:
         dense = [part for part in parts if isinstance(part, torch.Tensor)]
         assert len(dense) == len(parts), "blocks are for backends that name their kind"
         bias = self._move(torch.cat(list(biases))) if biases else None

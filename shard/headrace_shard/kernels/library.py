@@ -27,7 +27,7 @@ class Matrix(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("format", ctypes.c_int32), ("rows", ctypes.c_int32), ("columns", ctypes.c_int64), ("panels", Address),
-        ("bias", Address),
+        ("bias", Address), ("breaks", ctypes.c_int64 * 3), ("apart", ctypes.c_int32),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from headrace._common.errors import StartupError
-from headrace_shard.parallel.group import LOAD_TIMEOUT, GroupBroken, first_line
+from headrace_shard.parallel.group import BOTH_HALVES, LOAD_TIMEOUT, GroupBroken, first_line
 
 
 class DistributedGroup:
@@ -48,7 +48,11 @@ class DistributedGroup:
     def room(self, rows: int, width: int) -> torch.Tensor:
         return torch.empty((rows, width))
 
-    def sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def sum(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, halves: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        if halves is not None and halves[self.rank] == BOTH_HALVES:  # the order is torch's own in any case
+            x = x[: len(x) // 2] + x[len(x) // 2 :]
         with self._guard():
             dist.all_reduce(x, group=self._group)
         return x if residual is None else residual.add_(x)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from headrace._common.errors import HeadraceError
 
+BOTH_HALVES = 3  # see `Group.sum`
 LOAD_TIMEOUT = 600.0  # seconds in which all ranks must have loaded their weights
 
 
@@ -39,8 +41,13 @@ class Group(Protocol):
     def room(self, rows: int, width: int) -> torch.Tensor:
         """Memory [rows, width], float32, for this rank's x of the next `sum` or `gather`, which then has less to copy."""
 
-    def sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def sum(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, halves: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """The sum of x over all ranks, and of `residual`, on every rank; may be written into x or `residual`.
+
+        `halves`: for each rank, in which halves of the sum its x has a part: 1 the first, 2 the second. A rank with both (3)
+        gives x [2 rows, n], the two parts one below the other. Each half is summed in the order of the ranks, then both.
 
         Raises:
             GroupBroken: another rank has ended, or does not answer; as all collectives.
@@ -64,7 +71,9 @@ class Alone:
     def room(self, rows: int, width: int) -> torch.Tensor:
         return torch.empty((rows, width))
 
-    def sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def sum(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, halves: Sequence[int] | None = None
+    ) -> torch.Tensor:
         return x if residual is None else residual.add_(x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from headrace_shard.kernels.library import load_code
 from headrace_shard.parallel import rendezvous
-from headrace_shard.parallel.group import LOAD_TIMEOUT, GroupBroken
+from headrace_shard.parallel.group import BOTH_HALVES, LOAD_TIMEOUT, GroupBroken
 
-SLOT_BYTES = 8 << 20  # of one rank's part; memory is taken where it is written. Larger parts go in pieces
+SLOT_BYTES = 16 << 20  # of one rank's part; memory is taken where it is written. Larger parts go in pieces
 ENDED = 1
 
 
@@ -58,7 +59,7 @@ class SharedMemoryGroup:
     def room(self, rows: int, width: int) -> torch.Tensor:
         sets = self._rooms.get((rows, width))
         if sets is None:
-            fits = rows * width * 4 <= SLOT_BYTES
+            fits = rows * width * 4 <= SLOT_BYTES // 2  # whether or not these are two planes
             sets = [
                 self._slot(number, self.rank, torch.float32, rows * width).view(rows, width)
                 if fits else torch.empty((rows, width)) for number in range(2)
@@ -66,21 +67,25 @@ class SharedMemoryGroup:
             self._rooms[rows, width] = sets
         return sets[self._meetings + 1 & 1]
 
-    def sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def sum(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, halves: Sequence[int] | None = None
+    ) -> torch.Tensor:
         if x.dtype != torch.float32:
-            total = self.sum(x.float()).to(x.dtype)
+            total = self.sum(x.float(), None, halves).to(x.dtype)
             return total if residual is None else residual.add_(total)
-        x, count = x.contiguous(), x.numel()
+        x = x.contiguous()
         there = x.data_ptr() == self._address(self._meetings + 1)
-        out = residual if residual is not None else torch.empty_like(x)
-        for at in range(0, count, SLOT_BYTES // 4):
-            size = min(count - at, SLOT_BYTES // 4)
+        planes = 2 if halves is not None and halves[self.rank] == BOTH_HALVES else 1
+        out = residual if residual is not None else torch.empty_like(x[: len(x) // planes])
+        count, most = out.numel(), SLOT_BYTES // 8  # two planes fit into a slot
+        for at in range(0, count, most):
+            size = min(count - at, most)
             number = self._next()
-            if not there:
-                ctypes.memmove(self._address(number), x.data_ptr() + 4 * at, 4 * size)
+            for plane in range(0 if there else planes):
+                ctypes.memmove(self._address(number) + 4 * plane * size, x.data_ptr() + 4 * (plane * count + at), 4 * size)
             self._check(self._code.headrace_shared_sum(
-                self._handle, number, residual.data_ptr() + 4 * at if residual is not None else None,
-                out.data_ptr() + 4 * at, size, self._seconds,
+                self._handle, number, bytes(halves) if halves else None,
+                residual.data_ptr() + 4 * at if residual is not None else None, out.data_ptr() + 4 * at, size, self._seconds,
             ))
         return out
 
@@ -146,6 +151,6 @@ def _functions() -> ctypes.CDLL:
     code.headrace_shared_open.restype = address
     code.headrace_shared_meet.argtypes = [address, number, ctypes.c_double]
     code.headrace_shared_meet.restype = ctypes.c_uint32
-    code.headrace_shared_sum.argtypes = [address, number, address, address, ctypes.c_int64, ctypes.c_double]
+    code.headrace_shared_sum.argtypes = [address, number, ctypes.c_char_p, address, address, ctypes.c_int64, ctypes.c_double]
     code.headrace_shared_sum.restype = ctypes.c_uint32
     return code

@@ -17,14 +17,15 @@ from headrace_shard.kernels import build as building
 from headrace_shard.kernels.library import Library
 from headrace_shard.loading import load
 from headrace_shard.models import load_model
-from headrace_shard.parallel.group import Alone
+from headrace_shard.parallel.group import Alone, Group
 from headrace_shard.settings import ShardSettings
 from headrace_shard.weights import open_weights
 from headrace_shard.weights.source import Blocks
 from tests.models import write_tiny_model
 from tests.tiny_gguf import write_tiny_gguf
 from tests.unit.shard.test_models import logits_of
-from tests.unit.shard.test_parallel import ThreadGroup, on_ranks, one_chunk
+from tests.unit.shard.test_parallel import one_chunk
+from tests.unit.shard.test_shared_memory import on_ranks
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 2, 17, 40, 23, 33)
@@ -71,24 +72,26 @@ def same(got: torch.Tensor, expected: torch.Tensor, changes: dict[str, Any]) -> 
     return torch.equal(got, expected) if changes.get("head_dim") != 8 else torch.allclose(got, expected, atol=0.5)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_parts_together_are_the_whole(world_size: int, tmp_path: Path) -> None:
-    """Ranks take slices of blocks; their sums are rounded in another order than the whole's, no more."""
-    folder = write_tiny_gguf(
-        tmp_path, "Q4_1", hidden_size=96, num_attention_heads=6, num_key_value_heads=3, head_dim=32, vocab_size=301
-    )
+@pytest.mark.parametrize("layers", ["Q4_1", "Q8_0", "F32"])
+@pytest.mark.parametrize("heads", [(6, 3), (8, 2)])
+def test_two_and_three_ranks_agree_with_one_to_the_last_bit(layers: str, heads: tuple[int, int], tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 32}
+    folder = write_tiny_gguf(tmp_path, layers, hidden_size=96, vocab_size=301, intermediate_size=480, **sizes)
     tokens, opened = sequences()[3], ModelFolder.open(folder)
 
-    def run(group: ThreadGroup) -> torch.Tensor:
+    def run(group: Group) -> torch.Tensor:
         with torch.inference_mode():
-            backend = CpuBackend(group, Library(), 1, True)
+            backend = CpuBackend(group, Library(), 1, layers != "F32")
             model = load_model(opened, open_weights(opened), backend, group.rank, group.world_size)
             backend.allocate_kv(model.layers, 8, model.attention)
-            return model.forward(one_chunk(tokens))
+            return model.forward(one_chunk(tokens)).clone()
 
-    whole, parts = on_ranks(1, run)[0].log_softmax(-1), on_ranks(world_size, run)[0].log_softmax(-1)
-    assert parts.shape == whole.shape
-    assert (whole.exp() * (whole - parts)).sum(-1).mean() < 2e-3
+    whole = run(Alone())
+    for world_size in (2, 3):
+        assert torch.equal(on_ranks(world_size, tmp_path / "meet", run)[0], whole)
+    parts = on_ranks(4, tmp_path / "meet", run)[0]  # more ranks round their sums in another order, no more
+    kept = whole.softmax(-1) * (whole.log_softmax(-1) - parts.log_softmax(-1))
+    assert kept.sum(-1).mean() < 2e-3
 
 
 def test_q_and_k_come_in_the_order_of_transformers(tmp_path: Path) -> None:

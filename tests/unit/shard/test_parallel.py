@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,9 @@ class ThreadGroup:
     def room(self, rows: int, width: int) -> torch.Tensor:
         return torch.empty((rows, width))
 
-    def sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def sum(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, halves: Sequence[int] | None = None
+    ) -> torch.Tensor:
         total = torch.stack(self._exchange(x)).sum(0)
         return total if residual is None else residual.add_(total)
 

@@ -86,6 +86,28 @@ def test_collectives_in_any_order(
     assert list(place.parent.iterdir()) == []
 
 
+@pytest.mark.parametrize("halves", [(1, 2), (1, 3, 2), (1, 1, 2), (3, 3), (2, 2)])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_halves_are_summed_before_both(
+    halves: tuple[int, ...], rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", 4096)
+    parts = [
+        [part(half, rank, rows, 33) if mine & half else torch.zeros(0) for half in (1, 2)] for rank, mine in enumerate(halves)
+    ]
+    both = [sum(p[half] for p in parts if len(p[half])) for half in (0, 1)]
+    expected = both[0] + both[1] + part(7, 7, rows, 33)
+
+    def run(group: SharedMemoryGroup) -> torch.Tensor:
+        mine = torch.cat([p for p in parts[group.rank] if len(p)])
+        room = group.room(*mine.shape).copy_(mine)
+        assert torch.equal(group.sum(room, part(7, 7, rows, 33), halves), expected)
+        return group.sum(mine, part(7, 7, rows, 33), halves)
+
+    for got in on_ranks(len(halves), tmp_path / "meet", run):
+        assert torch.equal(got, expected)
+
+
 def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     parts = [part(1, rank, 3, 5).bfloat16() for rank in range(3)]
     expected = (parts[0].float() + parts[1].float() + parts[2].float()).bfloat16()

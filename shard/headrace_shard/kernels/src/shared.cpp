@@ -104,18 +104,29 @@ class SharedGroup {
     return 0;
   }
 
-  // out = [residual +] the slots' sum, in the order of the ranks. This rank's slot is written.
-  uint32_t sum(uint64_t number, const float* residual, float* out, int64_t count, double seconds) {
+  // out = [residual +] the sum over the slots. A rank has a part in the first half of the sum (halves[rank] 1), the
+  // second (2), or one in each (3), which lie one behind the other; null: all are in the first. Each half is summed in the
+  // order of the ranks, then both. This rank's slot is written.
+  uint32_t sum(
+      uint64_t number, const uint8_t* halves, const float* residual, float* out, int64_t count, double seconds) {
     if (uint32_t reason = meet(number, seconds)) return reason;
     const uint8_t* first = slots_ + static_cast<int64_t>(number & 1) * world_ * slot_bytes_;
+    std::vector<const float*> parts[2];
+    for (int rank = 0; rank < world_; ++rank) {
+      const float* part = reinterpret_cast<const float*>(first + rank * slot_bytes_);
+      const int in = halves ? halves[rank] : 1;
+      if (in & 1) parts[0].push_back(part);
+      if (in & 2) parts[1].push_back(in & 1 ? part + count : part);
+    }
+    if (parts[0].empty()) parts[0].swap(parts[1]);
     const int64_t pieces = std::min<int64_t>((count + kPiece - 1) / kPiece, threads());
     if (pieces <= 1) {
-      add(first, residual, out, 0, count);
+      add(parts, residual, out, 0, count);
       return 0;
     }
     const int64_t size = (count / pieces + kRun) / kRun * kRun;
     parallel(static_cast<int>(pieces), [&](int piece) {
-      add(first, residual, out, piece * size, std::min(count, (piece + 1) * size));
+      add(parts, residual, out, piece * size, std::min(count, (piece + 1) * size));
     });
     return 0;
   }
@@ -155,19 +166,24 @@ class SharedGroup {
     return mine;
   }
 
-  void add(const uint8_t* first, const float* residual, float* out, int64_t begin, int64_t end) const {
+  static void add(
+      const std::vector<const float*> (&parts)[2], const float* residual, float* out, int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += kRun) {
       const int64_t count = std::min(kRun, end - at);
-      float total[kRun];
-      copy(total, slot(first, 0) + at, count);
-      for (int rank = 1; rank < world_; ++rank) plus(total, slot(first, rank) + at, count);
+      float total[kRun], second[kRun];
+      half(parts[0], at, count, total);
+      if (!parts[1].empty()) {
+        half(parts[1], at, count, second);
+        plus(total, second, count);
+      }
       if (residual) plus(total, residual + at, count);
       copy(out + at, total, count);
     }
   }
 
-  const float* slot(const uint8_t* first, int rank) const {
-    return reinterpret_cast<const float*>(first + rank * slot_bytes_);
+  static void half(const std::vector<const float*>& parts, int64_t at, int64_t count, float* total) {
+    copy(total, parts[0] + at, count);
+    for (size_t i = 1; i < parts.size(); ++i) plus(total, parts[i] + at, count);
   }
 
   static void copy(float* to, const float* from, int64_t count) {
@@ -210,8 +226,9 @@ uint32_t headrace_shared_meet(void* group, uint64_t number, double seconds) {
 }
 
 uint32_t headrace_shared_sum(
-    void* group, uint64_t number, const float* residual, float* out, int64_t count, double seconds) {
-  return static_cast<SharedGroup*>(group)->sum(number, residual, out, count, seconds);
+    void* group, uint64_t number, const uint8_t* halves, const float* residual, float* out, int64_t count,
+    double seconds) {
+  return static_cast<SharedGroup*>(group)->sum(number, halves, residual, out, count, seconds);
 }
 
 }  // extern "C"
