@@ -75,7 +75,7 @@ def same(got: torch.Tensor, expected: torch.Tensor, changes: dict[str, Any]) -> 
 @pytest.mark.parametrize("layers", ["Q4_1", "Q8_0", "F32"])
 @pytest.mark.parametrize("heads", [(6, 3), (8, 2)])
 def test_two_and_three_ranks_agree_with_one_to_the_last_bit(layers: str, heads: tuple[int, int], tmp_path: Path) -> None:
-    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 32}
+    sizes: dict[str, Any] = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 32}
     folder = write_tiny_gguf(tmp_path, layers, hidden_size=96, vocab_size=301, intermediate_size=480, **sizes)
     tokens, opened = sequences()[3], ModelFolder.open(folder)
 
