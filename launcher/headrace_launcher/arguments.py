@@ -54,7 +54,7 @@ def plan(given: dict[str, Any], with_router: bool) -> Plan:
     _check_shards(made, given.get("sharded"))
     _check_limits(made.shard)
     if made.router is not None:
-        _check_address(made.router)
+        _check_router(made.router)
     return made
 
 
@@ -123,9 +123,11 @@ def _check_limits(shard: ShardSettings) -> None:
         )
 
 
-def _check_address(router: RouterSettings) -> None:
+def _check_router(router: RouterSettings) -> None:
     if router.port > 65535:
         raise click.UsageError(f"--port {router.port}: ports end at 65535")
+    if router.api_keys_file is not None and not os.access(router.api_keys_file, os.R_OK):
+        raise click.UsageError(f"--api-keys-file {router.api_keys_file}: there is no such file, or it cannot be read")
 
 
 def child_environment(plan: Plan) -> dict[str, str]:

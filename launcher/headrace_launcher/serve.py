@@ -75,7 +75,7 @@ def _check_ports(plan: Plan) -> Plan:
     router = plan.router
     if router is None:
         return plan
-    if not sockets.is_loopback(router.hostname) and router.api_key is None:
+    if not sockets.is_loopback(router.hostname) and router.api_key is None and router.api_keys_file is None:
         log.warning("listening on %s without --api-key: all who reach it can use the model", router.hostname)
     port = sockets.check_port(router.hostname, router.port, "--port")
     return dataclasses.replace(plan, router=dataclasses.replace(router, port=port))

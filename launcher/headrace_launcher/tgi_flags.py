@@ -30,7 +30,6 @@ WITHOUT_MEANING: dict[str, tuple[bool, str]] = {
 
 # flag -> takes a value
 NOT_BUILT: dict[str, bool] = {
-    "--cors-allow-origin": True,
     "--kv-cache-dtype": True,
     "--lora-adapters": True,
     "--otlp-endpoint": True,

@@ -61,6 +61,7 @@ def serve(**given: Any) -> int:
 def main() -> int:
     """The command."""
     process.die_with_parent(lambda: None)
+    process.allow_open_files()
     command = click.Command(
         "headrace-router", callback=serve, params=options.parameters(RouterSettings),
         help="The router process: HTTP in front of one shard group.",

@@ -123,6 +123,12 @@ class Batcher:
         return len(self._roster.queue)
 
     @property
+    def backlog(self) -> int:
+        """Requests in the queue beyond those that the next admission has places for."""
+        places = 0 if self._blocked else self._limits.max_batch_size - self.running
+        return self.waiting - max(places, 0)
+
+    @property
     def running(self) -> int:
         """Requests in the batch."""
         return len(self._roster.running)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 DURATIONS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
 SIZES = tuple(float(n) for n in range(1, 1025))
 METHODS = ("prefill", "decode")
-FAILURES = ("overloaded", "validation", "incomplete", "generation", "dropped", "template", "unhealthy")
+FAILURES = (
+    "overloaded", "validation", "incomplete", "generation", "dropped", "template", "unhealthy", "rate_limited", "timeout",
+)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -61,6 +64,10 @@ class Metrics:
         self.request_count = 0
         self.request_success = 0
         self.request_failure = dict.fromkeys(FAILURES, 0)
+        self._refused: Counter[tuple[str, str, str]] = Counter()  # by tenant, class, reason
+        self._late: Counter[tuple[str, str, str]] = Counter()  # by tenant, class, stage
+        self._prompt_tokens: Counter[str] = Counter()  # by tenant
+        self._generated_tokens: Counter[str] = Counter()
         self.request_duration = Histogram(DURATIONS)
         self.validation_duration = Histogram(DURATIONS)
         self.queue_duration = Histogram(DURATIONS)
@@ -75,6 +82,19 @@ class Metrics:
         self.batch_inference_failure = dict.fromkeys(METHODS, 0)
         self.batch_inference_duration = {method: Histogram(DURATIONS) for method in METHODS}
         self.batch_forward_duration = {method: Histogram(DURATIONS) for method in METHODS}
+
+    def refused(self, tenant: str, workload: str, reason: str) -> None:
+        """A call was turned away with 429 or 503."""
+        self._refused[tenant, workload, reason] += 1
+
+    def late(self, tenant: str, workload: str, stage: str) -> None:
+        """A request's deadline has passed while it was waiting or running."""
+        self._late[tenant, workload, stage] += 1
+
+    def used(self, tenant: str, prompt_tokens: int, generated_tokens: int) -> None:
+        """A request has left that produced something."""
+        self._prompt_tokens[tenant] += prompt_tokens
+        self._generated_tokens[tenant] += generated_tokens
 
     def render(self, gauges: Gauges) -> str:
         """The Prometheus text format."""
@@ -91,6 +111,10 @@ class Metrics:
         def labelled(name: str, label: str, help: str, values: dict[str, int]) -> None:
             family(name, "counter", help, [f'{name}{{{label}="{key}"}} {value}' for key, value in values.items()])
 
+        def by_tenant(name: str, third: str, help: str, values: Counter[tuple[str, str, str]]) -> None:
+            lines = [f'{name}{{tenant="{t}",class="{c}",{third}="{x}"}} {n}' for (t, c, x), n in values.items()]
+            family(name, "counter", help, lines)
+
         def histogram(name: str, help: str, value: Histogram) -> None:
             family(name, "histogram", help, value.lines(name, ""))
 
@@ -101,6 +125,10 @@ class Metrics:
         plain("tgi_request_count", "counter", "Generation requests", self.request_count)
         plain("tgi_request_success", "counter", "Requests that ended well", self.request_success)
         labelled("tgi_request_failure", "err", "Requests that did not end well", self.request_failure)
+        by_tenant("tgi_request_refused", "reason", "Calls turned away with 429 or 503", self._refused)
+        by_tenant("tgi_request_late", "stage", "Requests that did not end within their deadline", self._late)
+        labelled("tgi_tenant_prompt_tokens", "tenant", "Prompt tokens of requests that ran", self._prompt_tokens)
+        labelled("tgi_tenant_generated_tokens", "tenant", "Output tokens", self._generated_tokens)
         histogram("tgi_request_duration", "Seconds from arrival to end", self.request_duration)
         histogram("tgi_request_validation_duration", "Seconds of checks and tokenizing", self.validation_duration)
         histogram("tgi_request_queue_duration", "Seconds in the queue", self.queue_duration)

@@ -10,10 +10,16 @@ from aiohttp import web
 
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
+from headrace_router.admission import Admission
+from headrace_router.api.cors import Cors
 from headrace_router.app import make_app
 from headrace_router.batcher import Batcher
+from headrace_router.connection import Runner
+from headrace_router.keys_file import KeysFile
 from headrace_router.limits import find_limits
 from headrace_router.metrics import Gauges, Metrics
+from headrace_router.pace import Pace
+from headrace_router.rates import Meters
 from headrace_router.service import Service
 from headrace_router.settings import RouterSettings
 from headrace_router.shard_client import ShardClient
@@ -32,17 +38,20 @@ class Router:
 
     service: Service
     batcher: Batcher
-    _runner: web.AppRunner
+    _runner: Runner
 
     def __init__(self, settings: RouterSettings) -> None:
         """Read the model folder.
 
         Raises:
-            StartupError: it is not one, or a setting is missing.
+            StartupError: it is not one, or a setting is missing or not usable.
         """
         if not settings.model_folder or not settings.shard_target:
             raise StartupError("--model-folder and --shard-target are needed")
         self._settings = settings
+        keys_file = KeysFile(settings.api_keys_file) if settings.api_keys_file else None
+        self._tenants = Tenants(settings.api_key, keys_file)
+        self._cors = Cors(settings.cors_allow_origin)
         self._folder = ModelFolder.open(settings.model_folder)
         self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path)
         self._tasks: list[asyncio.Task[None]] = []
@@ -67,14 +76,16 @@ class Router:
             shard.capacity.max_batch_total_tokens,
         )
         tokenizer_hash = hashlib.sha256(self._folder.tokenizer_path.read_bytes()).hexdigest()
-        tenants = Tenants(settings.api_key)
+        meters = Meters()
+        engine = Admission(
+            batcher, meters, metrics, lambda: batcher.backlog, settings.max_queue_size,
+            lambda: self.service.retry_after(),
+        )
         self.service = Service(
-            settings, limits, shard, self._text, batcher, metrics, gauges, tenants, tokenizer_hash
+            settings, limits, shard, self._text, engine, metrics, gauges, self._tenants, meters, Pace(), tokenizer_hash
         )
-        self._runner = web.AppRunner(
-            make_app(self.service), handler_cancellation=True, access_log=None, handle_signals=False,
-            shutdown_timeout=FLUSH_SECONDS, lingering_time=2.0,
-        )
+        app = make_app(self.service, self._cors)
+        self._runner = Runner(app, settings.client_timeout, shutdown_timeout=FLUSH_SECONDS, lingering_time=2.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, settings.hostname, settings.port, backlog=BACKLOG)
         try:
@@ -83,7 +94,7 @@ class Router:
             await self._runner.cleanup()
             where = f"{settings.hostname}:{settings.port}"
             raise StartupError(f"cannot listen on {where}: {error.strerror or error}") from None
-        self._tasks = batcher.start()
+        self._tasks = [*batcher.start(), asyncio.create_task(self._tenants.watch(), name="tenants-watch")]
         host, port = self._runner.addresses[0][:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("listening on %s", url)
@@ -92,7 +103,8 @@ class Router:
     async def failed(self) -> None:
         """Return when a part has failed that everything depends on; logs why."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        log.critical("the batcher failed", exc_info=next(iter(done)).exception())
+        task = next(iter(done))
+        log.critical("%s failed", task.get_name(), exc_info=task.exception())
 
     async def drain(self) -> None:
         """Refuse new requests and wait, no longer than the settings allow, until those that run have ended.
@@ -113,6 +125,7 @@ class Router:
         """End what still runs with an error event, and close everything."""
         if self._tasks:
             self.service.draining = True
+            self._tasks[-1].cancel()
             problem = self._shard.problem
             await self.batcher.close(f"the shard is gone: {problem}" if problem else "the server is stopping")
             await self._runner.cleanup()

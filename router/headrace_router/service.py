@@ -11,17 +11,22 @@ from types import TracebackType
 from aiohttp import web
 
 from headrace._common.errors import (
+    DeadlineExceeded,
     GenerationFailed,
     HeadraceError,
     Incomplete,
     InvalidRequest,
     Overloaded,
+    RateLimited,
     TemplateError,
+    TooSlow,
     Unhealthy,
 )
 from headrace_router.engine import Engine
 from headrace_router.limits import Limits
 from headrace_router.metrics import Gauges, Metrics
+from headrace_router.pace import Pace
+from headrace_router.rates import Meters
 from headrace_router.settings import RouterSettings
 from headrace_router.shard_client import ShardClient
 from headrace_router.tenants import Tenants
@@ -31,8 +36,9 @@ from headrace_router.types import End, GenerateRequest
 log = logging.getLogger(__name__)
 
 _FAILURES: tuple[tuple[type[HeadraceError], str], ...] = (
-    (Overloaded, "overloaded"), (TemplateError, "template"), (GenerationFailed, "generation"),
-    (Incomplete, "incomplete"), (Unhealthy, "unhealthy"),
+    (RateLimited, "rate_limited"), (Overloaded, "overloaded"), (DeadlineExceeded, "timeout"),
+    (TooSlow, "timeout"), (TemplateError, "template"),
+    (GenerationFailed, "generation"), (Incomplete, "incomplete"), (Unhealthy, "unhealthy"),
 )  # everything else is the client's: "validation"
 
 
@@ -48,6 +54,8 @@ class Service:
     metrics: Metrics
     gauges: Gauges
     tenants: Tenants
+    meters: Meters
+    pace: Pace
     tokenizer_hash: str
     draining: bool = False
     active: int = 0  # permits taken
@@ -56,6 +64,10 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.settings.model_id or self.shard.info.model_id
+
+    def retry_after(self) -> float:
+        """Turn a client away: seconds until there may be a place for it."""
+        return self.pace.retry_after(self.active)
 
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
@@ -91,7 +103,7 @@ class Ticket:
         if service.draining:
             raise Unhealthy("the server is stopping")
         if service.active + permits > service.settings.max_concurrent_requests:
-            raise Overloaded("Model is overloaded")
+            raise Overloaded("Model is overloaded", service.retry_after())
         service.active += permits
         self._permits += permits
 
@@ -132,9 +144,9 @@ class Ticket:
         metrics.max_new_tokens.observe(request.max_new_tokens)
         metrics.input_length.observe(end.input_length)
         log.info(
-            "request %d: %d prompt tokens, %d tokens, %s; validation %.1f ms, queue %.1f ms, inference %.1f ms",
-            self.id, end.input_length, end.generated_tokens, end.finish_reason, validation * 1e3,
-            end.queue_seconds * 1e3, end.inference_seconds * 1e3,
+            "request %d of %s, %s: %d prompt tokens, %d tokens, %s; validation %.1f ms, queue %.1f ms, inference %.1f ms",
+            self.id, request.tenant.name, request.workload, end.input_length, end.generated_tokens, end.finish_reason,
+            validation * 1e3, end.queue_seconds * 1e3, end.inference_seconds * 1e3,
         )
 
     def __exit__(
@@ -145,4 +157,5 @@ class Ticket:
             self.fail(error)
         elif not self._failed:
             self._service.metrics.request_success += 1
+            self._service.pace.ended(self.seconds)
             self._service.metrics.request_duration.observe(self.seconds)

@@ -21,6 +21,21 @@ class RouterSettings:
     hostname: str = option("127.0.0.1", "address to listen on", env="HEADRACE_HOSTNAME")
     port: int = option(3000, "HTTP port", flags=("-p",), minimum=0)
     api_key: str | None = option(None, "clients must send it as `Authorization: Bearer KEY`")
+    api_keys_file: str | None = option(
+        None, "TOML file with API keys of several tenants and their limits; read again when it changes",
+        env="HEADRACE_API_KEYS_FILE",
+    )
+    cors_allow_origin: tuple[str, ...] = option(
+        (), "origin whose pages may call the API, as https://example.org; all if none is given"
+    )
+    client_timeout: float = option(
+        30.0, "seconds that a client may take to send a request's head, or to go on reading or writing",
+        env="HEADRACE_CLIENT_TIMEOUT", minimum=0.1,
+    )
+    max_queue_size: int | None = option(
+        None, "requests that may wait for a place in the batch; more are refused with 503", env="HEADRACE_MAX_QUEUE_SIZE",
+        minimum=1,
+    )
     max_concurrent_requests: int = option(128, "requests in the service at once; more are refused with 429", minimum=1)
     max_best_of: int = option(2, "largest `best_of`", minimum=1)
     max_stop_sequences: int = option(4, "most stop strings of a request", minimum=0)

@@ -62,7 +62,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 class TokenStream:
     """Tokens of one request, written by the engine and read by one task. Leaving its `async with` cancels the rest."""
 
-    __slots__ = ("_arrived", "_closed", "_error", "_on_cancel", "_silence", "_tokens", "done")
+    __slots__ = ("_arrived", "_closed", "_error", "_on_cancel", "_on_close", "_silence", "_tokens", "count", "done")
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
         self._on_cancel = on_cancel
@@ -71,11 +71,14 @@ class TokenStream:
         self._arrived: Callable[[], None] | None = None
         self._silence = Silence()
         self._closed = False
+        self._on_close: Callable[[], None] | None = None
+        self.count = 0  # tokens that were put
         self.done = False  # the terminal event has been written
 
     def put(self, token: Token) -> None:
         """Write a token; one with an `end` is the terminal event."""
         self._tokens.append(token)
+        self.count += 1
         if token.end is not None:
             self.done = True
         if self._arrived is not None:
@@ -87,6 +90,17 @@ class TokenStream:
         self.done = True
         if self._arrived is not None:
             self._arrived()
+
+    def abort(self, error: HeadraceError) -> None:
+        """End the request from this side with an error, unless it has ended."""
+        if not self.done:
+            self.done = True
+            self._on_cancel()
+            self.fail(error)
+
+    def on_close(self, call: Callable[[], None]) -> None:
+        """Have `call` called once, when the reader leaves."""
+        self._on_close = call
 
     def on_arrival(self, call: Callable[[], None]) -> None:
         """Have `call` called whenever there is something to take; at once if there is already."""
@@ -143,6 +157,8 @@ class TokenStream:
             if not self.done:
                 self.done = True
                 self._on_cancel()
+            if self._on_close is not None:
+                self._on_close()
 
     async def __aenter__(self) -> TokenStream:
         return self

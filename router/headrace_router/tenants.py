@@ -1,14 +1,30 @@
-"""Who asks: the table from API key to tenant. Auth, fair share, limits and caches all ask it."""
+"""Who asks: the table from API key to tenant. Auth, rate limits, fair share and caches all ask it."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
-from headrace._common.errors import Unauthorized
+from headrace._common.errors import StartupError, Unauthorized
+
+log = logging.getLogger(__name__)
 
 CLASSES = ("chat", "agent", "document")  # workload classes, most urgent first
+WATCH_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may ask for; None: as much as there is."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and outputs
+    max_concurrent_requests: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +32,20 @@ class Tenant:
     """Someone who sends requests."""
 
     name: str
-    workload: str = CLASSES[0]  # used where a request does not name its class
+    classes: tuple[str, ...] = CLASSES  # that its requests may name; the first is used where one names none
     weight: float = 1.0  # share of the service under contention
-    limits: dict[str, int] = field(default_factory=dict, hash=False)
+    quota: Quota = Quota()
     cache_salt: str = ""  # prefixes are shared only under the same salt
     variant: str = ""  # model variant of an A/B test
 
+    @property
+    def workload(self) -> str:
+        """The class of a request that names none."""
+        return self.classes[0]
+
 
 ANONYMOUS = Tenant("anonymous")
+DEFAULT = Tenant("default")  # who holds --api-key
 
 
 def digest(key: str) -> bytes:
@@ -31,27 +53,69 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+class KeySource(Protocol):
+    """Where keys come from beside --api-key; see `keys_file.KeysFile`."""
+
+    def read(self) -> Mapping[bytes, Tenant]:
+        """The tenants by hashed key.
+
+        Raises:
+            StartupError: the content is not usable.
+        """
+        ...
+
+    def changed(self) -> bool:
+        """Is there something that was not read?"""
+        ...
+
+
 class Tenants:
     """API keys, stored hashed, and whom they belong to. Without keys everybody is the anonymous tenant."""
 
-    def __init__(self, api_key: str | None) -> None:
-        self._by_key = {digest(api_key): ANONYMOUS} if api_key else {}
+    def __init__(self, api_key: str | None = None, file: KeySource | None = None) -> None:
+        """
+        Raises:
+            StartupError: the file is not usable.
+        """
+        self._own = {digest(api_key): DEFAULT} if api_key else {}
+        self._file = file
+        self._by_key = {**self._own, **(file.read() if file is not None else {})}
 
     @property
     def open(self) -> bool:
+        """Is no key needed?"""
         return not self._by_key
 
-    def find(self, authorization: str | None) -> Tenant:
-        """The tenant that an Authorization header speaks for. The scheme is in any case, the key exact.
+    def find(self, keys: Iterable[str]) -> Tenant:
+        """The tenant that one of the keys belongs to. Every known key is compared, in constant time.
 
         Raises:
-            Unauthorized: keys are required and this is none of them.
+            Unauthorized: keys are required and none of these is known.
         """
-        if not self._by_key:
+        if self.open:
             return ANONYMOUS
-        scheme, _, key = (authorization or "").partition(" ")
-        given = digest(key)
-        found = [tenant for known, tenant in self._by_key.items() if hmac.compare_digest(known, given)]
-        if scheme.lower() != "bearer" or not found:
-            raise Unauthorized("a valid API key is needed: send it as `Authorization: Bearer KEY`")
+        given = [digest(key) for key in keys]
+        found = [tenant for known, tenant in self._by_key.items() for key in given if hmac.compare_digest(known, key)]
+        if not found:
+            raise Unauthorized("a valid API key is needed: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
         return found[0]
+
+    def reload(self) -> None:
+        """Take the file's content if it has changed; content that is not usable leaves the table as it is, and is
+        logged once.
+        """
+        if self._file is None or not self._file.changed():
+            return
+        try:
+            table = self._file.read()
+        except StartupError as error:
+            log.error("the API keys are not reloaded: %s", error)
+            return
+        self._by_key = {**self._own, **table}
+        log.info("API keys reloaded: %d keys of %d tenants", len(table), len(set(table.values())))
+
+    async def watch(self) -> None:
+        """Reload whenever the file changes; never returns."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            self.reload()

@@ -43,6 +43,7 @@ class GenerateRequest:
     prompt_logprobs: bool = False
     tenant: Tenant = ANONYMOUS
     workload: str = "chat"  # one of tenants.CLASSES
+    deadline: float | None = None  # of time.perf_counter(): too late for anything
 
 
 @dataclass(frozen=True, slots=True)

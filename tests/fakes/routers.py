@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from multidict import CIMultiDict
 
 from headrace_router.router import Router
 from headrace_router.settings import RouterSettings
@@ -22,7 +23,7 @@ class Reply:
     """An HTTP answer."""
 
     status: int
-    headers: dict[str, str]
+    headers: CIMultiDict[str]
     raw: bytes
 
     @property
@@ -63,11 +64,11 @@ class Running:
 
     async def post(self, path: str, body: Any, **headers: str) -> Reply:
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
-            return Reply(response.status, dict(response.headers), await response.read())
+            return Reply(response.status, response.headers.copy(), await response.read())
 
     async def get(self, path: str) -> Reply:
         async with self.session.get(self.url + path) as response:
-            return Reply(response.status, dict(response.headers), await response.read())
+            return Reply(response.status, response.headers.copy(), await response.read())
 
     async def generate(self, inputs: str = "hello", tokens: int = 5, **parameters: Any) -> Reply:
         body = {"inputs": inputs, "parameters": {"max_new_tokens": tokens, "details": True, **parameters}}

@@ -386,6 +386,17 @@ async def test_the_key_guards_every_post_route(start: Start) -> None:
             assert (await server.get(path)).status == 200
 
 
+async def test_each_route_is_documented_and_each_documented_route_is_there(server: Running) -> None:
+    router = server.router._runner.app.router
+    routes = {(r.method, r.resource.canonical) for r in router.routes() if r.resource and r.method != "HEAD"}
+    document = (await server.get("/openapi.json")).json
+    assert routes == {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    assert (await server.get("/api-doc/openapi.json")).json == document
+    page = await server.get("/docs")
+    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert b"/v1/chat/completions" in page.raw
+
+
 async def test_permits(start: Start) -> None:
     async with start(max_concurrent_requests=2) as server:
         streams = [await server.start_stream() for _ in range(2)]

@@ -93,6 +93,21 @@ async def test_no_torch_among_its_modules() -> None:
     assert (made.returncode, out.decode().strip()) == (0, "[]")
 
 
+@pytest.mark.parametrize(("flag", "value", "words"), [
+    ("--api-keys-file", "keys.toml", "line 2: [tenants.a] rpm"), ("--cors-allow-origin", "example.org", "https://example.org"),
+])
+async def test_settings_that_are_not_usable_are_one_line(tmp_path: Path, flag: str, value: str, words: str) -> None:
+    write_text_model(tmp_path)
+    (tmp_path / "keys.toml").write_text("[tenants.a]\nrpm = 5\n", "utf-8")
+    (tmp_path / "keys.toml").chmod(0o600)
+    value = str(tmp_path / value) if value.endswith("toml") else value
+    async with process(tmp_path, flag, value) as made:
+        (line,) = await stderr_of(made)
+        assert made.returncode == 1
+    assert line.startswith(f"error: {flag} {value}: ")
+    assert words in line
+
+
 async def test_a_taken_port_is_one_line(shard: ScriptedShard, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

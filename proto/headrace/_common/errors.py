@@ -8,6 +8,8 @@ from dataclasses import dataclass
 class HeadraceError(Exception):
     """Base of every error with a meaning for a client or operator; `str(error)` is the message they read."""
 
+    retry_after: float | None = None  # seconds after which the same request may succeed, where that can be said
+
 
 class InvalidRequest(HeadraceError):
     """Bad input: names the field, the value and the limit. `field` is the parameter at fault, if one is."""
@@ -34,6 +36,18 @@ class BodyTooLarge(HeadraceError):
     """The HTTP body is over the payload limit."""
 
 
+class UriTooLong(HeadraceError):
+    """The first line of the HTTP request is too long."""
+
+
+class HeadersTooLarge(HeadraceError):
+    """An HTTP header is too long, or there are too many."""
+
+
+class TooSlow(HeadraceError):
+    """The client takes too long to send its HTTP request."""
+
+
 class NotFound(HeadraceError):
     """An unknown batch, route or model."""
 
@@ -46,8 +60,36 @@ class Unauthorized(HeadraceError):
     """No valid API key."""
 
 
+class Forbidden(HeadraceError):
+    """The API key is valid, but does not allow this."""
+
+
 class Overloaded(HeadraceError):
-    """No room now; the same request may succeed later."""
+    """No room now; the same request may succeed later. `reason` is a metric's label."""
+
+    reason = "overloaded"
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueFull(Overloaded):
+    """As many requests wait as may."""
+
+    reason = "queue"
+
+
+class RateLimited(Overloaded):
+    """A tenant has used what it may; `reason`: requests, tokens or concurrency."""
+
+    def __init__(self, message: str, reason: str = "requests", retry_after: float | None = None) -> None:
+        super().__init__(message, retry_after)
+        self.reason = reason
+
+
+class DeadlineExceeded(HeadraceError):
+    """The time that the client gave has passed."""
 
 
 class TemplateError(HeadraceError):
@@ -87,10 +129,17 @@ TABLE: dict[type[HeadraceError], Mapping] = {
     MalformedBody: Mapping(400, "INVALID_ARGUMENT", "validation", "invalid_request_error"),
     UnsupportedMediaType: Mapping(415, "INVALID_ARGUMENT", "validation", "invalid_request_error"),
     BodyTooLarge: Mapping(413, "RESOURCE_EXHAUSTED", "validation", "invalid_request_error"),
+    UriTooLong: Mapping(414, "INVALID_ARGUMENT", "validation", "invalid_request_error"),
+    HeadersTooLarge: Mapping(431, "INVALID_ARGUMENT", "validation", "invalid_request_error"),
+    TooSlow: Mapping(408, "DEADLINE_EXCEEDED", "timeout", "timeout_error"),
     NotFound: Mapping(404, "NOT_FOUND", "not_found", "invalid_request_error"),
     MethodNotAllowed: Mapping(405, "UNIMPLEMENTED", "method_not_allowed", "invalid_request_error"),
     Unauthorized: Mapping(401, "UNAUTHENTICATED", "authentication", "invalid_request_error"),
+    Forbidden: Mapping(403, "PERMISSION_DENIED", "permission", "permission_error"),
     Overloaded: Mapping(429, "RESOURCE_EXHAUSTED", "overloaded", "overloaded_error"),
+    QueueFull: Mapping(503, "UNAVAILABLE", "overloaded", "overloaded_error"),
+    RateLimited: Mapping(429, "RESOURCE_EXHAUSTED", "rate_limited", "rate_limit_error"),
+    DeadlineExceeded: Mapping(408, "DEADLINE_EXCEEDED", "timeout", "timeout_error"),
     TemplateError: Mapping(422, "INVALID_ARGUMENT", "template_error", "invalid_request_error", 400),
     GenerationFailed: Mapping(424, "INTERNAL", "generation", "server_error", 500),
     Incomplete: Mapping(500, "INTERNAL", "incomplete_generation", "server_error"),

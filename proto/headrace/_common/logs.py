@@ -6,12 +6,38 @@ import json
 import logging
 import sys
 import time
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 LEVELS = ("debug", "info", "warning", "error")
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The request that log lines are about."""
+
+    request_id: str
+    trace_id: str | None = None  # of W3C's traceparent
+
+
+ORIGIN: ContextVar[Origin | None] = ContextVar("origin", default=None)
+
+
+class PlainFormatter(logging.Formatter):
+    """LEVEL message; lines about a request name it before the message."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        origin = ORIGIN.get()
+        if origin is None:
+            return f"{record.levelname} {record.message}"
+        trace = f" trace {origin.trace_id}" if origin.trace_id else ""
+        return f"{record.levelname} [{origin.request_id}{trace}] {record.message}"
+
+
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: timestamp (UTC, ISO 8601), level, process, message, and `error` with a traceback."""
+    """One JSON object a line: timestamp (UTC, ISO 8601), level, process, message, `request_id` and `trace_id` of lines
+    about a request, and `error` with a traceback.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -23,6 +49,10 @@ class JsonFormatter(logging.Formatter):
             "timestamp": f"{seconds}.{int(record.msecs):03d}Z", "level": record.levelname, "process": self.process,
             "message": record.getMessage(),
         }
+        if (origin := ORIGIN.get()) is not None:
+            line["request_id"] = origin.request_id
+            if origin.trace_id:
+                line["trace_id"] = origin.trace_id
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
@@ -31,7 +61,7 @@ class JsonFormatter(logging.Formatter):
 def setup(process: str, level: str = "info", as_json: bool = False) -> None:
     """Send all logging of this process to stderr. `process` is named in JSON lines; the launcher prefixes plain ones."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if as_json else logging.Formatter("%(levelname)s %(message)s"))
+    handler.setFormatter(JsonFormatter(process) if as_json else PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

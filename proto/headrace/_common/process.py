@@ -1,10 +1,11 @@
-"""What a child of the launcher does so that it never outlives it."""
+"""What a child of the launcher does so that it never outlives it, and has as many connections as it may."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
@@ -40,3 +41,10 @@ def die_with_parent(cleanup: Callable[[], None]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit of open files to the hard one: a stream is an open file, and the usual limit is 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems refuse what they call unlimited
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

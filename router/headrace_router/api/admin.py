@@ -8,6 +8,7 @@ from aiohttp import web
 import headrace
 from headrace._common.errors import Unhealthy
 from headrace_router import metrics as metrics_text
+from headrace_router.api.admin_types import Info, Model, ModelList
 from headrace_router.service import SERVICE
 
 
@@ -30,25 +31,25 @@ async def info(request: web.Request) -> web.Response:
     """TGI's /info, the limits of the batch, and what a worker must match."""
     service = request.app[SERVICE]
     settings, limits, shard = service.settings, service.limits, service.shard
-    body = {
-        "model_id": service.model_name, "model_sha": settings.model_sha, "model_dtype": shard.info.dtype,
-        "model_device_type": shard.info.device, "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": settings.max_concurrent_requests, "max_best_of": limits.max_best_of,
-        "max_stop_sequences": limits.max_stop_sequences, "max_top_n_tokens": limits.max_top_n_tokens,
-        "max_input_tokens": limits.max_input_tokens, "max_total_tokens": limits.max_total_tokens,
-        "max_batch_total_tokens": shard.capacity.max_batch_total_tokens, "max_batch_size": limits.max_batch_size,
-        "max_client_batch_size": limits.max_client_batch_size, "validation_workers": settings.validation_workers,
-        "world_size": shard.info.world_size, "block_size": shard.info.block_size,
-        "tokenizer_hash": service.tokenizer_hash, "weight_format": shard.info.quantization or shard.info.dtype,
-        "router": "headrace-router", "version": headrace.__version__, "sha": None, "docker_label": None,
-    }
+    body = Info(
+        model_id=service.model_name, model_sha=settings.model_sha, model_dtype=shard.info.dtype,
+        model_device_type=shard.info.device, model_pipeline_tag="text-generation",
+        max_concurrent_requests=settings.max_concurrent_requests, max_best_of=limits.max_best_of,
+        max_stop_sequences=limits.max_stop_sequences, max_top_n_tokens=limits.max_top_n_tokens,
+        max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens,
+        max_batch_total_tokens=shard.capacity.max_batch_total_tokens, max_batch_size=limits.max_batch_size,
+        max_client_batch_size=limits.max_client_batch_size, validation_workers=settings.validation_workers,
+        world_size=shard.info.world_size, block_size=shard.info.block_size, tokenizer_hash=service.tokenizer_hash,
+        weight_format=shard.info.quantization or shard.info.dtype, router="headrace-router",
+        version=headrace.__version__,
+    )
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
 async def models(request: web.Request) -> web.Response:
     """The one model, in OpenAI's list."""
     name = request.app[SERVICE].model_name
-    body = {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": name}]}
+    body = ModelList("list", [Model(name, "model", 0, name)])
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 

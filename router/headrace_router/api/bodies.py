@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 
-from headrace._common.errors import BodyTooLarge, InvalidRequest, MalformedBody, UnsupportedMediaType
+from headrace._common.errors import BodyTooLarge, InvalidRequest, MalformedBody, TooSlow, UnsupportedMediaType
+from headrace_router.service import SERVICE
 
 S = TypeVar("S")
+
+LEAST_RATE = 1000  # bytes a second: a body that comes more slowly gets no time beyond --client-timeout
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:
@@ -18,6 +23,8 @@ async def read_body(request: web.Request, limit: int) -> bytes:
     Raises:
         UnsupportedMediaType: it is not declared as JSON.
         BodyTooLarge: it is over `limit` bytes; said before the rest of it is read.
+        TooSlow: it does not come within --client-timeout and a second for each `LEAST_RATE` bytes that came.
+        MalformedBody: its chunks or its compression are not what they should be.
     """
     kind = request.content_type
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -25,14 +32,20 @@ async def read_body(request: web.Request, limit: int) -> bytes:
     too_large = BodyTooLarge(f"the body is larger than the limit of {limit} bytes")
     if request.content_length is not None and request.content_length > limit:
         raise too_large
-    body = bytearray()
+    body, patience = bytearray(), request.app[SERVICE].settings.client_timeout
+    begun = asyncio.get_running_loop().time()
     try:
-        async for chunk in request.content.iter_any():
-            body += chunk
-            if len(body) > limit:
-                raise too_large
-    except web.HTTPException as error:  # a body that cannot be decompressed
-        raise MalformedBody(f"the body cannot be read: {error.reason}") from None
+        async with asyncio.timeout_at(begun + patience) as timer:
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+                timer.reschedule(begun + patience + len(body) / LEAST_RATE)
+    except TimeoutError:
+        raise TooSlow(f"the body was not whole in time: {len(body)} bytes came") from None
+    except (web.HTTPException, RequestPayloadError) as error:
+        reason = error.reason if isinstance(error, web.HTTPException) else "it ends early, or its framing is broken"
+        raise MalformedBody(f"the body cannot be read: {reason}") from None
     return bytes(body)
 
 

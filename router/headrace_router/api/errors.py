@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from headrace._common.errors import (
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
+    RateLimited,
+    TooSlow,
     Unauthorized,
     mapping,
 )
@@ -40,6 +43,8 @@ def openai_body(error: HeadraceError) -> dict[str, Any]:
     code = error.code if isinstance(error, InvalidRequest) else None
     if isinstance(error, Unauthorized):
         code = "invalid_api_key"
+    elif isinstance(error, RateLimited):
+        code = "rate_limit_exceeded"
     return {"error": {"message": str(error), "type": mapping(error).openai, "param": field, "code": code}}
 
 
@@ -51,9 +56,14 @@ def answer(path: str, error: HeadraceError) -> web.Response:
     else:
         status, body = row.http, native_body(error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    return web.Response(
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(math.ceil(error.retry_after), 1))
+    made = web.Response(
         body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers
     )
+    if isinstance(error, TooSlow):
+        made.force_close()  # what is left of the body is not waited for
+    return made
 
 
 def from_http(error: web.HTTPException) -> HeadraceError | None:

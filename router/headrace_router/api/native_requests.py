@@ -65,7 +65,7 @@ async def prepare(
         prompt=prompt, max_new_tokens=check_lengths(NATIVE, len(prompt), given.max_new_tokens, limits),
         sampling=sampling, stop=tuple(stop), keep_stop=True, top_n_tokens=top_n,
         prompt_logprobs=bool(given.decoder_input_details) and service.settings.enable_prefill_logprobs,
-        tenant=caller.tenant, workload=caller.workload,
+        tenant=caller.tenant, workload=caller.workload, deadline=caller.deadline,
     )
     whole = full_text if given.return_full_text is None else given.return_full_text
     return Prepared(

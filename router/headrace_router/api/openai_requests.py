@@ -116,7 +116,7 @@ def _request(
     return GenerateRequest(
         prompt=prompt, max_new_tokens=check_lengths(rules, len(prompt), max_tokens, service.limits),
         sampling=sampling, stop=stop, keep_stop=False, top_n_tokens=top_n, tenant=caller.tenant,
-        workload=caller.workload,
+        workload=caller.workload, deadline=caller.deadline,
     )
 
 

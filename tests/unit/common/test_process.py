@@ -84,3 +84,12 @@ def test_a_process_that_nobody_spawned_stays(tmp_path: Path) -> None:
         child.kill()
         child.wait()
     assert not (tmp_path / "cleaned").exists()
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    code = (
+        "import resource as r; from headrace._common.process import allow_open_files\n"
+        "most = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (64, most)); allow_open_files()\n"
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == (most, most)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

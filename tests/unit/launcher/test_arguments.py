@@ -83,6 +83,7 @@ def test_a_shard_group_alone_has_no_router_flags() -> None:
         (["--num-shard", "2", "--master-addr", "10.0.0.1"], ["--master-addr 10.0.0.1", "several hosts"]),
         (["--num-shard", "2", "--sharded", "false"], ["--num-shard 2", "--sharded"]),
         (["--port", "70000"], ["--port 70000"]),
+        (["--api-keys-file", "/nowhere/keys.toml"], ["--api-keys-file /nowhere/keys.toml", "no such file"]),
         (["--shard-tcp", "70000"], ["--shard-tcp 70000"]),
         (["--validation-workers", "0"], ["--validation-workers"]),
         (["--dtype", "float8"], ["--dtype", "float8"]),

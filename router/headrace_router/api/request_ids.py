@@ -1,0 +1,23 @@
+"""Request ids: taken from the client where they are usable, made where not, and named in every log line."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+
+from headrace._common.logs import Origin
+
+HEADER = "X-Request-Id"
+_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+
+
+def origin(headers: Mapping[str, str]) -> Origin:
+    """The id of a request, and the trace that it is part of (https://www.w3.org/TR/trace-context/).
+
+    An id of other characters than those of ids could forge log lines and headers: it is replaced.
+    """
+    given = headers.get(HEADER, "")
+    trace = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+    return Origin(given if _ID.fullmatch(given) else uuid.uuid4().hex, trace[1] if trace else None)

@@ -1,0 +1,123 @@
+"""Every route: who answers, and what goes in and comes out. The application and the OpenAPI document are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from headrace._common.errors import (
+    BodyTooLarge,
+    DeadlineExceeded,
+    Forbidden,
+    GenerationFailed,
+    HeadraceError,
+    Incomplete,
+    InvalidRequest,
+    MalformedBody,
+    Overloaded,
+    QueueFull,
+    RateLimited,
+    TemplateError,
+    TooSlow,
+    Unauthorized,
+    Unhealthy,
+    UnsupportedMediaType,
+)
+from headrace_router.api import admin, admin_types, docs, native, native_types, openai, openai_types
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+BODY_ERRORS: tuple[type[HeadraceError], ...] = (
+    MalformedBody, UnsupportedMediaType, BodyTooLarge, TooSlow, InvalidRequest, Unauthorized, Forbidden, RateLimited,
+)
+RUN_ERRORS: tuple[type[HeadraceError], ...] = (
+    *BODY_ERRORS, Overloaded, QueueFull, DeadlineExceeded, GenerationFailed, Incomplete, Unhealthy,
+)
+
+
+@dataclass(frozen=True)
+class Route:
+    """One method of one path. A POST route needs a key where keys are set; GET routes are open."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: type[Struct] | None = None
+    reply: Any = None  # a type: JSON of that kind; None: an answer without a body
+    events: type[Struct] | None = None  # what each Server-Sent Event holds, if the answer may be a stream
+    errors: tuple[type[HeadraceError], ...] = ()
+    media: str = "application/json"  # of the reply
+
+    @property
+    def keyed(self) -> bool:
+        """Does it need an API key where keys are set?"""
+        return self.method == "POST"
+
+
+def _with_choices(name: str, choice: type[Struct]) -> type[Struct]:
+    """The envelope of OpenAI's answers around choices of one kind."""
+    fields = [
+        (f.name, list[choice] if f.name == "choices" else f.type, *(() if f.required else (f.default,)))  # type: ignore[valid-type]
+        for f in msgspec.structs.fields(openai_types.Reply)
+    ]
+    return msgspec.defstruct(name, fields)
+
+
+Completion = _with_choices("Completion", openai_types.CompletionChoice)
+ChatCompletion = _with_choices("ChatCompletion", openai_types.ChatChoice)
+ChatCompletionChunk = _with_choices("ChatCompletionChunk", openai_types.ChatChunkChoice)
+
+
+class ChatTokenizeOut(Struct):
+    """Answer of /chat_tokenize."""
+
+    tokenize_response: list[native_types.SimpleToken]
+    templated_text: str
+
+
+ROUTES = (
+    Route(
+        "POST", "/generate", native.generate, "Generate text", native_types.GenerateBody, native_types.GenerateOut,
+        errors=RUN_ERRORS,
+    ),
+    Route(
+        "POST", "/generate_stream", native.generate_stream, "Generate text as a stream of tokens",
+        native_types.GenerateBody, events=native_types.StreamOut, errors=RUN_ERRORS,
+    ),
+    Route(
+        "POST", "/", native.compat, "Generate text, as a list of one or, with `stream`, as /generate_stream",
+        native_types.CompatBody, list[native_types.GenerateOut], native_types.StreamOut, RUN_ERRORS,
+    ),
+    Route(
+        "POST", "/tokenize", native.tokenize, "Tokens of a text", native_types.GenerateBody,
+        list[native_types.SimpleToken], errors=BODY_ERRORS,
+    ),
+    Route(
+        "POST", "/chat_tokenize", openai.chat_tokenize, "The prompt that a conversation becomes, and its tokens",
+        openai_types.ChatTokenizeBody, ChatTokenizeOut, errors=(*BODY_ERRORS, TemplateError),
+    ),
+    Route(
+        "POST", "/v1/chat/completions", openai.chat_completions, "OpenAI's chat completions", openai_types.ChatBody,
+        ChatCompletion, ChatCompletionChunk, (*RUN_ERRORS, TemplateError),
+    ),
+    Route(
+        "POST", "/v1/completions", openai.completions, "OpenAI's completions", openai_types.CompletionBody, Completion,
+        Completion, RUN_ERRORS,
+    ),
+    Route("GET", "/v1/models", admin.models, "The model that is served, as OpenAI lists it", reply=admin_types.ModelList),
+    Route("GET", "/info", admin.info, "The model and the limits of the service", reply=admin_types.Info),
+    Route("GET", "/health", admin.health, "200 while the service is well, however busy", errors=(Unhealthy,)),
+    Route("GET", "/", admin.health, "As /health", errors=(Unhealthy,)),
+    Route("GET", "/ping", admin.health, "As /health", errors=(Unhealthy,)),
+    Route("GET", "/ready", admin.ready, "200 while new requests are welcome", errors=(Unhealthy,)),
+    Route("GET", "/metrics", admin.metrics, "Prometheus' text format", reply=str, media="text/plain"),
+    Route("GET", "/openapi.json", docs.document, "This document", reply=dict[str, Any]),
+    Route("GET", "/api-doc/openapi.json", docs.document, "This document, where TGI has it", reply=dict[str, Any]),
+    Route("GET", "/docs", docs.page, "This document as a page", reply=str, media="text/html"),
+)
