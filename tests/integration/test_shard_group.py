@@ -76,7 +76,7 @@ def test_the_relay_passes_status_details_metadata_and_deadline(pair: ShardGroup)
     assert len(list(call)) == 1
     assert ("headrace-leader", "0") in [tuple(m) for m in call.trailing_metadata()]
     with pytest.raises(grpc.RpcError) as caught:
-        list(follower.stub.Prefill(pb.PrefillRequest(requests=[ask(1, "word " * 60, 300)]), timeout=0.001))
+        list(follower.stub.Prefill(pb.PrefillRequest(requests=[ask(1, "word " * 30, 300)]), timeout=0.001))
     late: Any = caught.value
     assert late.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
