@@ -27,10 +27,10 @@ def embedded_model() -> Path:
 class ScriptedShard(Process):
     """The tests' shard without a model, whose steps end at absolute deadlines, as a process of its own."""
 
-    def __init__(self, folder: Path, step_ms: float = 1.0) -> None:
+    def __init__(self, folder: Path, step_ms: float = 1.0, *flags: str) -> None:
         """`folder`: of its socket; `step_ms`: milliseconds from one deadline to the next."""
         self.target = f"unix:{folder}/shard"
-        super().__init__("tests.fakes.scripted_shard", "--target", self.target, "--step-ms", str(step_ms))
+        super().__init__("tests.fakes.scripted_shard", "--target", self.target, "--step-ms", str(step_ms), *flags)
 
 
 class RouterProcess(Process):

@@ -17,6 +17,7 @@ WITHOUT_MEANING: dict[str, tuple[bool, str]] = {
     "--cuda-memory-fraction": (True, "the KV cache is sized by --max-batch-total-tokens or by free memory"),
     "--disable-custom-kernels": (False, "no model has kernels that would need this"),
     "--disable-grammar-support": (False, "a request without a grammar pays nothing for grammars"),
+    "--enable-prefill-logprobs": (False, "`decoder_input_details` is always answered"),
     "--max-waiting-tokens": (True, "new requests join a running batch at every step"),
     "--ngrok": (False, "there is no tunnel"),
     "--ngrok-authtoken": (True, "there is no tunnel"),
@@ -24,8 +25,6 @@ WITHOUT_MEANING: dict[str, tuple[bool, str]] = {
     "--prometheus-port": (True, "/metrics is served on --port"),
     "--usage-stats": (True, "no usage is reported to anybody"),
     "--waiting-served-ratio": (True, "new requests join a running batch at every step"),
-    "--watermark-delta": (True, "no output is watermarked"),
-    "--watermark-gamma": (True, "no output is watermarked"),
 }
 
 # flag -> takes a value
@@ -37,7 +36,6 @@ NOT_BUILT: dict[str, bool] = {
     "--quantize": True,
     "--rope-factor": True,
     "--rope-scaling": True,
-    "--speculate": True,
     "--trust-remote-code": False,
     "--weights-cache-override": True,
 }

@@ -29,16 +29,23 @@ class TokenDetail:
         """The most likely tokens, if the request asked for them."""
         if self.row >= len(self.detail.top):
             return None
-        top = self.detail.top[self.row]
-        return [TopToken(i, p) for i, p in zip(top.token_id, top.logprob, strict=True)]
+        return _top_tokens(self.detail.top[self.row])
 
     @property
     def prompt(self) -> list[PromptToken] | None:
         """The prompt's tokens; only with the first token of a request that asked for them."""
         if not self.detail.HasField("prompt_logprobs"):
             return None
-        rows = zip(self.detail.prompt_logprobs.token_id, self.detail.prompt_logprobs.logprob, strict=True)
-        return [PromptToken(i, None if math.isnan(p) else p) for i, p in rows]
+        given = self.detail.prompt_logprobs
+        rows = zip(given.token_id, given.logprob, strict=True)
+        tokens = [PromptToken(i, None if math.isnan(p) else p) for i, p in rows]
+        for token, top in zip(tokens, given.top, strict=False):  # there are none unless asked for
+            token.top = _top_tokens(top)
+        return tokens
+
+
+def _top_tokens(top: pb.TopTokens) -> list[TopToken]:
+    return [TopToken(i, p) for i, p in zip(top.token_id, top.logprob, strict=True)]
 
 
 class StepDetails:
@@ -82,7 +89,7 @@ def send_last(entry: Entry, token_id: int, logprob: float, special: bool, last: 
         entry.stream.fail(GenerationFailed("the shard gave no reason for the end of the request"))
         return
     entry.output.append(token_id)
-    at_end_token = reason == "eos_token"
+    at_end_token = reason == "eos_token" or (detail.finish_reason == pb.Detail.STOP_TOKEN and not entry.request.keep_stop)
     text = "" if at_end_token else entry.text.push(token_id)
     text += entry.text.finish()
     if entry.text.stopped:

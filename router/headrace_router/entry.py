@@ -6,7 +6,7 @@ import time
 
 from headrace.v1 import generation_pb2 as pb
 from headrace_router.streams import TokenStream
-from headrace_router.tenants import CLASSES
+from headrace_router.tenants import CLASSES, Tenant
 from headrace_router.text.output import OutputText
 from headrace_router.types import End, FinishReason, GenerateRequest
 
@@ -18,7 +18,7 @@ class Entry:
     """Everything that is needed to run a request, and to run it again elsewhere from where it was."""
 
     __slots__ = (
-        "admitted", "alone", "arrival", "cached_tokens", "output", "readmitted", "request", "stream", "submitted",
+        "admitted", "alone", "arrival", "cached_tokens", "output", "passed", "readmitted", "request", "stream", "submitted",
         "text", "wire_id",
     )
 
@@ -33,11 +33,20 @@ class Entry:
         self.admitted: float | None = None  # first admission
         self.cached_tokens = 0
         self.readmitted = False  # its batch was lost once
+        self.passed = 0  # later requests that were admitted before it
         self.alone = False  # was refused in company: goes by itself, so that only the guilty one fails
 
     @property
     def workload(self) -> str:
         return self.request.workload
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.request.tenant
+
+    @property
+    def cost(self) -> int:
+        return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def ended(self) -> bool:
@@ -57,17 +66,26 @@ class Entry:
         request, sampling = self.request, self.request.sampling
         wire = pb.Request(
             id=self.wire_id, token_ids=pb.TokenIds(ids=request.prompt + self.output), generated=len(self.output),
-            priority=PRIORITY[request.workload], stopping=pb.Stopping(max_new_tokens=request.max_new_tokens),
+            priority=PRIORITY[request.workload],
+            stopping=pb.Stopping(
+                max_new_tokens=request.max_new_tokens, min_new_tokens=request.min_new_tokens or None,
+                ignore_eos=request.ignore_eos or None, stop_token_ids=request.stop_token_ids,
+            ),
             cache_salt=request.tenant.cache_salt,
             sampling=pb.Sampling(
                 do_sample=sampling.do_sample or None, seed=sampling.seed, temperature=sampling.temperature,
                 top_k=sampling.top_k, top_p=sampling.top_p, typical_p=sampling.typical_p, min_p=sampling.min_p,
                 repetition_penalty=sampling.repetition_penalty, frequency_penalty=sampling.frequency_penalty,
                 presence_penalty=sampling.presence_penalty, logit_bias=sampling.logit_bias,
+                watermark=sampling.watermark or None,
             ),
         )
         if request.top_n_tokens:
             wire.want.top_n_tokens = request.top_n_tokens
+        if request.grammar is not None:
+            wire.grammar.type, wire.grammar.value = request.grammar.kind, request.grammar.source
         if request.prompt_logprobs and not self.output:
             wire.want.prompt_logprobs = True
+            if request.prompt_top_n_tokens:
+                wire.want.prompt_top_n_tokens = request.prompt_top_n_tokens
         return wire

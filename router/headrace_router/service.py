@@ -23,6 +23,7 @@ from headrace._common.errors import (
     Unhealthy,
 )
 from headrace_router.engine import Engine
+from headrace_router.grammars import GrammarChecker
 from headrace_router.limits import Limits
 from headrace_router.metrics import Gauges, Metrics
 from headrace_router.pace import Pace
@@ -57,6 +58,7 @@ class Service:
     meters: Meters
     pace: Pace
     tokenizer_hash: str
+    grammars: GrammarChecker
     draining: bool = False
     active: int = 0  # permits taken
     last_id: int = 0

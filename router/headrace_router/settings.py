@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from headrace._common.logs import LEVELS
 from headrace._common.options import option
+from headrace_router.tenants import CLASSES
+from headrace_router.text.normalize import MODES
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,16 @@ class RouterSettings:
         30.0, "seconds that a client may take to send a request's head, or to go on reading or writing",
         env="HEADRACE_CLIENT_TIMEOUT", minimum=0.1,
     )
+    workload: str = option(
+        "chat", "what to tune for, and the class of requests that name none", env="HEADRACE_WORKLOAD", choices=CLASSES
+    )
     max_queue_size: int | None = option(
-        None, "requests that may wait for a place in the batch; more are refused with 503", env="HEADRACE_MAX_QUEUE_SIZE",
-        minimum=1,
+        None, "requests that may wait for a place in the batch, more are refused with 503; the workload's if not given",
+        env="HEADRACE_MAX_QUEUE_SIZE", minimum=1,
+    )
+    itl_target_ms: int | None = option(
+        None, "milliseconds that steps should take while streams run, 0: any; the workload's if not given",
+        env="HEADRACE_ITL_TARGET_MS", minimum=0,
     )
     max_concurrent_requests: int = option(128, "requests in the service at once; more are refused with 429", minimum=1)
     max_best_of: int = option(2, "largest `best_of`", minimum=1)
@@ -47,7 +56,8 @@ class RouterSettings:
         None, "longest prompt plus output, in tokens; the model's own if not given", minimum=2,
     )
     max_step_tokens: int | None = option(
-        None, "token budget of one step; the shard's own if not given", env="HEADRACE_MAX_STEP_TOKENS", minimum=1
+        None, "token budget of one step; the workload's if not given, and never more than the shard's",
+        env="HEADRACE_MAX_STEP_TOKENS", minimum=1,
     )
     max_batch_size: int | None = option(
         None, "requests that run at once; the shard's own limit if not given", minimum=1,
@@ -55,7 +65,10 @@ class RouterSettings:
     max_client_batch_size: int = option(4, "most prompts in one /v1/completions call", minimum=1)
     payload_limit: int = option(2_000_000, "largest request body, in bytes", minimum=1)
     validation_workers: int = option(2, "tokenizer threads", minimum=1)
-    enable_prefill_logprobs: bool = option(False, "answer `decoder_input_details` with the prompt's log probabilities")
+    normalize: str = option(
+        "none", "what is done to text before it is tokenized; nfc: Unicode NFC, LF line breaks, no outer white space",
+        env="HEADRACE_NORMALIZE", choices=MODES,
+    )
     tokenizer_config_path: str | None = option(
         None, "file with the chat template to use: tokenizer_config.json or .jinja",
     )

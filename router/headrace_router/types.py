@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace._common.grammars import Grammar
 from headrace_router.tenants import ANONYMOUS, Tenant
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
@@ -28,19 +29,28 @@ class Sampling:
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
+    watermark: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A validated request. The engine needs nothing else, and asks nothing of the API it came from."""
+    """A validated request. The engine needs nothing else, and asks nothing of the API it came from.
+
+    Whatever API it came through, the same request has the same values here; see `canonical`.
+    """
 
     prompt: list[int]
     max_new_tokens: int
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     keep_stop: bool = True  # the stop text stays in the output (TGI), or is cut (OpenAI)
+    stop_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0  # no end token, stop token or stop string before
+    ignore_eos: bool = False
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
+    prompt_top_n_tokens: int = 0  # beside each token of the prompt, with prompt_logprobs
+    grammar: Grammar | None = None
     tenant: Tenant = ANONYMOUS
     workload: str = "chat"  # one of tenants.CLASSES
     deadline: float | None = None  # of time.perf_counter(): too late for anything
@@ -54,12 +64,13 @@ class TopToken:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptToken:
-    """A prompt token; `logprob` is None for the first, which nothing predicts."""
+    """A prompt token; `logprob` is None for the first, which nothing predicts. `top`: if asked for."""
 
     id: int
     logprob: float | None
+    top: list[TopToken] | None = None
 
 
 @dataclass(frozen=True, slots=True)

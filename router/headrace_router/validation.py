@@ -67,7 +67,7 @@ def check_factor(field: str, value: float | None) -> None:
     """
     check_positive(field, value)
     if value is not None and value > LARGEST_FACTOR:
-        raise InvalidRequest(f"`{field}` must be <= {LARGEST_FACTOR:.0f}", field)
+        raise InvalidRequest(f"`{field}` must be <= {LARGEST_FACTOR:.0f}. Given: {value}", field)
 
 
 def check_range(field: str, value: float | None, low: float, high: float) -> None:
@@ -76,7 +76,16 @@ def check_range(field: str, value: float | None, low: float, high: float) -> Non
         InvalidRequest: the value is given, and not within [low, high].
     """
     if value is not None and not low <= value <= high:
-        raise InvalidRequest(f"`{field}` must be >= {low} and <= {high}", field)
+        raise InvalidRequest(f"`{field}` must be >= {low} and <= {high}. Given: {value}", field)
+
+
+def check_least(field: str, value: int | None, low: int) -> None:
+    """
+    Raises:
+        InvalidRequest: the value is given, and less than `low`.
+    """
+    if value is not None and value < low:
+        raise InvalidRequest(f"`{field}` must be >= {low}. Given: {value}", field)
 
 
 def check_fraction(field: str, value: float | None, one: bool = False) -> None:
@@ -85,7 +94,8 @@ def check_fraction(field: str, value: float | None, one: bool = False) -> None:
         InvalidRequest: the value is given, and not within (0, 1), or (0, 1] if `one`.
     """
     if value is not None and not (0 < value < 1 or (one and value == 1)):
-        raise InvalidRequest(f"`{field}` must be > 0.0 and {'<=' if one else '<'} 1.0", field)
+        given = f" and <= 1.0. Given: {value}" if one else " and < 1.0"  # TGI's text names no value
+        raise InvalidRequest(f"`{field}` must be > 0.0{given}", field)
 
 
 def check_stop(stop: Sequence[str], limits: Limits) -> None:
@@ -100,15 +110,15 @@ def check_stop(stop: Sequence[str], limits: Limits) -> None:
         raise InvalidRequest("`stop` must not contain an empty string", "stop")
 
 
-def check_prompt_ids(rules: Rules, ids: Sequence[int], limits: Limits) -> None:
+def check_token_ids(field: str, ids: Sequence[int], limits: Limits) -> None:
     """
     Raises:
-        InvalidRequest: an id of a prompt given as tokens is not in the vocabulary.
+        InvalidRequest: one of the ids is not in the vocabulary.
     """
     for token_id in ids:
         if not 0 <= token_id < limits.vocab_size:
-            text = f"token id {token_id} is not in the vocabulary of {limits.vocab_size} tokens"
-            raise InvalidRequest(text, rules.inputs)
+            text = f"`{field}`: token id {token_id} is not in the vocabulary of {limits.vocab_size} tokens"
+            raise InvalidRequest(text, field)
 
 
 def check_lengths(rules: Rules, length: int, max_new_tokens: int | None, limits: Limits) -> int:
@@ -150,10 +160,10 @@ def check_logit_bias(given: dict[str, float] | None, limits: Limits) -> dict[int
     bias = {}
     for key, value in (given or {}).items():
         if not (key.isascii() and key.isdigit()) or len(key) > 10 or int(key) >= limits.vocab_size:
-            text = f"`logit_bias` keys must be token ids below {limits.vocab_size}"
+            text = f"`logit_bias` keys must be token ids below {limits.vocab_size}. Given: {key[:20]!r}"
             raise InvalidRequest(text, "logit_bias")
         check_range("logit_bias", value, -100, 100)
-        bias[int(key)] = value
+        bias[int(key)] = float32("logit_bias", value) or 0.0
     return bias
 
 
@@ -180,6 +190,8 @@ def check_openai_sampling(given: Sampling) -> None:
     """
     check_range("temperature", given.temperature, 0.0, 2.0)
     check_fraction("top_p", given.top_p, one=True)
+    check_fraction("typical_p", given.typical_p, one=True)
+    check_range("min_p", given.min_p, 0.0, 1.0)
     check_range("frequency_penalty", given.frequency_penalty, -2.0, 2.0)
     check_range("presence_penalty", given.presence_penalty, -2.0, 2.0)
     check_factor("repetition_penalty", given.repetition_penalty)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from headrace_shard.grammar.state import Constraint
 from headrace_shard.kv.blocks import blocks_for
-from headrace_shard.requests import Request
+from headrace_shard.requests import Request, TopTokens
 
 
 class RunningBatch:
@@ -16,7 +17,9 @@ class RunningBatch:
         known, computed: [slots] tokens that are there; tokens whose K and V are in the cache.
         prompt: [slots] how many of the tokens are the prompt.
         table, held: [slots, max blocks] block numbers; [slots] how many of them are in use.
+        cached, stored: [slots] prompt tokens that came from the prefix cache; full blocks that are known to it.
         order: [slots] admission number; the largest is the youngest.
+        constraints: of the slots whose output is constrained by a grammar.
     """
 
     def __init__(self, slots: int, max_tokens: int) -> None:
@@ -28,6 +31,8 @@ class RunningBatch:
         self.held = np.zeros(slots, dtype=np.int32)
         self.known = np.zeros(slots, dtype=np.int64)
         self.computed = np.zeros(slots, dtype=np.int64)
+        self.cached = np.zeros(slots, dtype=np.int64)
+        self.stored = np.zeros(slots, dtype=np.int64)
         self.prompt = np.zeros(slots, dtype=np.int64)
         self.max_new = np.zeros(slots, dtype=np.int64)
         self.order = np.zeros(slots, dtype=np.int64)
@@ -38,6 +43,8 @@ class RunningBatch:
         self.special = np.zeros(slots, dtype=bool)  # asks for details of every step, or has stop ids
         self.requests: list[Request | None] = [None] * slots
         self.prompt_scores: list[list[float]] = [[] for _ in range(slots)]
+        self.prompt_top: list[list[TopTokens]] = [[] for _ in range(slots)]
+        self.constraints: dict[int, Constraint] = {}
 
     @property
     def free(self) -> int:
@@ -50,15 +57,18 @@ class RunningBatch:
         count = len(request.tokens)
         self._admissions += 1
         self.tokens[slot, :count] = request.tokens
-        self.held[slot] = self.computed[slot] = 0
+        self.held[slot] = self.computed[slot] = self.cached[slot] = self.stored[slot] = 0
         self.known[slot], self.prompt[slot] = count, count - request.generated
         self.max_new[slot] = request.max_new
         self.order[slot], self.priority[slot] = self._admissions, request.priority
         self.batch[slot], self.ids[slot] = batch_id, request.id
-        self.ends_at_eos[slot] = not request.ignore_eos
+        # Nothing can follow an end token in a grammar; it allows one where it must.
+        self.ends_at_eos[slot] = not request.ignore_eos or request.constraint is not None
         self.special[slot] = bool(request.top_n or request.detokenizer or request.stop_ids or request.prompt_logprobs)
         self.requests[slot] = request
-        self.prompt_scores[slot] = []
+        self.prompt_scores[slot], self.prompt_top[slot] = [], []
+        if request.constraint is not None:
+            self.constraints[slot] = request.constraint
         return slot
 
     def request(self, slot: int) -> Request:
@@ -82,6 +92,7 @@ class RunningBatch:
         """Free the slot; returns the blocks it held."""
         blocks = self.blocks(slot)
         self.requests[slot] = None
+        self.constraints.pop(slot, None)
         self.held[slot] = 0
         self._free.append(slot)
         return blocks

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from llguidance import LLTokenizer
 
 from headrace._common.errors import StartupError
 from headrace._common.memory import trim_memory
@@ -25,11 +26,14 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_pb2_grpc as pb_grpc
 from headrace_shard.batch import RunningBatch
 from headrace_shard.executor import Executor
+from headrace_shard.grammar.compiler import GrammarCompiler
+from headrace_shard.grammar.vocabulary import can_constrain, vocabulary
 from headrace_shard.kv.blocks import BLOCK_SIZE, BlockManager
 from headrace_shard.loading import Loaded, load
 from headrace_shard.parallel.group import GroupBroken, Trouble
 from headrace_shard.parallel.runner import Follower, Leader
 from headrace_shard.relay import Relay
+from headrace_shard.sampling.params import Watermark
 from headrace_shard.service import Deliveries, GenerationService
 from headrace_shard.settings import ShardSettings
 from headrace_shard.sockets import remove_sockets, rendezvous_path
@@ -65,18 +69,26 @@ class Role(Protocol):
 class LeadingRole:
     """Rank 0: the executor with its scheduler, and the whole service."""
 
-    def __init__(self, settings: ShardSettings, folder: ModelFolder, loaded: Loaded, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, settings: ShardSettings, folder: ModelFolder, loaded: Loaded, tokenizer: Tokenizer,
+        tokens: LLTokenizer | None,
+    ) -> None:
+        """`tokens`: None where output cannot be constrained."""
         deliveries = Deliveries(asyncio.get_running_loop())
         limits, vocab = loaded.limits, loaded.model.vocab_size
+        grammars = GrammarCompiler(tokens, vocab) if tokens else None
         self._executor = Executor(
             Leader(loaded.model, loaded.group), RunningBatch(loaded.rows, limits.max_total_tokens),
             BlockManager(limits.blocks), eos_ids=frozenset(folder.eos_token_ids), vocab_size=vocab,
             max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
-            step_deadline=loaded.step_deadline,
+            step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching, speculate=settings.speculate,
+            grammars=grammars,
         )
-        reader = RequestReader(RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab), tokenizer)
+        admitted = RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab)
+        watermark = Watermark(settings.watermark_gamma, settings.watermark_delta)
         self._service = GenerationService(
-            self._executor, deliveries, reader, info(settings, folder, loaded), warmup(loaded)
+            self._executor, deliveries, RequestReader(admitted, tokenizer, watermark, grammars),
+            info(settings, folder, loaded, grammars is not None), warmup(loaded),
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -98,7 +110,7 @@ class FollowingRole:
     def __init__(self, settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> None:
         self._follower = Follower(loaded.model, loaded.group, loaded.step_deadline)
         leader = f"unix:{settings.shard_uds_path}-0"
-        self._relay = Relay(leader, info(settings, folder, loaded), self._follower.trouble)
+        self._relay = Relay(leader, info(settings, folder, loaded, can_constrain(folder)), self._follower.trouble)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         server.add_generic_rpc_handlers((self._relay,))
@@ -128,6 +140,7 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
     folder = ModelFolder.open(settings.model_folder)
     loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder, rendezvous_path(settings)))
     tokenizer = Tokenizer(folder.tokenizer_path) if settings.rank == 0 else None
+    tokens = vocabulary(folder) if tokenizer else None
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
@@ -136,7 +149,7 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
     loaded = await loading
     load_seconds = time.perf_counter() - begin - loaded.warmup_seconds
     role: Role = (
-        LeadingRole(settings, folder, loaded, tokenizer) if tokenizer else FollowingRole(settings, folder, loaded)
+        LeadingRole(settings, folder, loaded, tokenizer, tokens) if tokenizer else FollowingRole(settings, folder, loaded)
     )
     server, standard = build_server(role)
     bind(server, settings, path)
@@ -209,9 +222,14 @@ async def report(standard: health.aio.HealthServicer, status: int) -> None:
         await standard.set(name, status)
 
 
-def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> pb.InfoResponse:
-    """The answer to Info."""
+def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded, grammar: bool) -> pb.InfoResponse:
+    """The answer to Info. `grammar`: output can be constrained."""
     limits = loaded.limits
+    features = ["logprobs", "top_n_tokens", "prompt_logprobs", "prompt_top_n_tokens", "watermark", "resume"]
+    if settings.prefix_caching:
+        features.append("prefix_caching")
+    if grammar:
+        features.append("grammar")
     return pb.InfoResponse(
         model_id=settings.model_id or Path(settings.model_folder).name, dtype=loaded.dtype,
         quantization=loaded.quantization, device=loaded.device,
@@ -219,7 +237,7 @@ def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded) -> pb.Inf
         vocab_size=loaded.model.vocab_size, eos_token_ids=folder.eos_token_ids,
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens, max_batch_size=loaded.rows,
         max_step_tokens=loaded.max_step_tokens, block_size=BLOCK_SIZE, blocks=limits.blocks,
-        features=["logprobs", "top_n_tokens", "prompt_logprobs", "resume"], contract_version=CONTRACT_VERSION,
+        features=features, contract_version=CONTRACT_VERSION,
     )
 
 

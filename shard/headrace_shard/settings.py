@@ -38,7 +38,11 @@ class ShardSettings:
         None, "tokens that the KV cache holds; computed from free memory if not given", minimum=16
     )
     max_batch_size: int | None = option(None, "requests that run at once; 256 if not given", minimum=1)
+    prefix_caching: bool = option(True, "let requests that begin alike share what was computed", env="PREFIX_CACHING")
+    speculate: int = option(0, "draft tokens of a request and step, guessed from its own text; 0: none", minimum=0)
     batch_lease: float = option(60.0, "seconds until a batch without a call is freed", env="HEADRACE_BATCH_LEASE", minimum=0)
     threads: int | None = option(None, "CPU threads of a shard; all cores if not given", env="HEADRACE_THREADS", minimum=1)
+    watermark_gamma: float = option(0.5, "share of the vocabulary on the green list of a watermark", minimum=0)
+    watermark_delta: float = option(2.0, "what a watermark adds to the logits of green tokens", minimum=0)
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")

@@ -10,10 +10,13 @@ import numpy as np
 
 from headrace._common.detokenizer import Detokenizer
 from headrace._common.errors import InvalidRequest
+from headrace._common.grammars import GrammarError, read
 from headrace._common.tokenizing import Tokenizer
 from headrace.v1 import generation_pb2 as pb
 from headrace_shard import requests as rq
-from headrace_shard.sampling.params import SamplingParams
+from headrace_shard.grammar.compiler import GrammarCompiler
+from headrace_shard.grammar.state import Constraint
+from headrace_shard.sampling.params import SamplingParams, Watermark
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,13 @@ class RequestLimits:
 class RequestReader:
     """Validates request messages."""
 
-    def __init__(self, limits: RequestLimits, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, limits: RequestLimits, tokenizer: Tokenizer, watermark: Watermark | None = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """`watermark`: what requests get that ask for one. `grammars`: None where output cannot be constrained."""
         self._limits, self._tokenizer = limits, tokenizer
+        self._watermark, self._grammars = watermark or Watermark(), grammars
 
     def read(self, message: pb.Request) -> rq.Request:
         """The request; text is tokenized here, so call it from a thread.
@@ -45,8 +53,6 @@ class RequestReader:
     def _read(self, message: pb.Request) -> rq.Request:
         if not message.id:
             raise InvalidRequest("id is 0", "id")
-        if message.HasField("grammar"):
-            raise InvalidRequest("grammar is not supported by this shard", "grammar")
         if message.adapter:
             raise InvalidRequest(f"adapter {message.adapter!r} is not loaded", "adapter")
         tokens = self._tokens(message)
@@ -62,9 +68,21 @@ class RequestReader:
             id=message.id, tokens=tokens, generated=generated, max_new=max_new, params=self._sampling(message.sampling),
             min_new=stopping.min_new_tokens, priority=message.priority, ignore_eos=stopping.ignore_eos,
             stop_ids=frozenset(self._checked(stopping.stop_token_ids, "stop_token_ids").tolist()),
-            top_n=self._top_n(message.want), prompt_logprobs=message.want.prompt_logprobs,
+            cache_salt=message.cache_salt, top_n=self._top_n("top_n_tokens", message.want.top_n_tokens),
+            prompt_logprobs=message.want.prompt_logprobs,
+            prompt_top_n=self._top_n("prompt_top_n_tokens", message.want.prompt_top_n_tokens),
             detokenizer=self._detokenizer(tokens[prompt:].tolist()) if message.return_text else None,
+            constraint=self._constraint(message, tokens[prompt:].tolist(), max_new) if message.HasField("grammar") else None,
         )
+
+    def _constraint(self, message: pb.Request, output: list[int], max_new: int) -> Constraint:
+        if self._grammars is None:
+            raise InvalidRequest("grammar is not supported: this model's tokens cannot be constrained", "grammar")
+        try:
+            grammar = read(message.grammar.type, message.grammar.value)
+            return self._grammars.start(grammar, output, last=max_new - len(output) == 1)
+        except GrammarError as error:
+            raise InvalidRequest(f"grammar is not valid: {error}", "grammar") from None
 
     def _tokens(self, message: pb.Request) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         if message.WhichOneof("input") == "token_ids":
@@ -106,12 +124,10 @@ class RequestReader:
             )
         return max_new
 
-    def _top_n(self, want: pb.Want) -> int:
-        if want.top_n_tokens > self._limits.vocab_size:
-            raise InvalidRequest(
-                f"top_n_tokens {want.top_n_tokens} is more than the vocabulary's {self._limits.vocab_size}", "top_n_tokens"
-            )
-        return want.top_n_tokens
+    def _top_n(self, field: str, value: int) -> int:
+        if value > self._limits.vocab_size:
+            raise InvalidRequest(f"{field} {value} is more than the vocabulary's {self._limits.vocab_size}", field)
+        return value
 
     def _sampling(self, s: pb.Sampling) -> SamplingParams:
         def number(field: str, default: float, low: float, high: float, above: bool = False) -> float:
@@ -133,6 +149,7 @@ class RequestReader:
         sampled = s.do_sample if s.HasField("do_sample") else implied
         seed = s.seed if s.HasField("seed") else secrets.randbits(64)
         return SamplingParams(
+            watermark=self._watermark if s.watermark else None,
             repetition_penalty=number("repetition_penalty", 1.0, 0.0, 1e6, above=True),
             frequency_penalty=number("frequency_penalty", 0.0, -2.0, 2.0),
             presence_penalty=number("presence_penalty", 0.0, -2.0, 2.0),
@@ -154,11 +171,16 @@ def step_message(result: rq.StepResult) -> pb.Step:
     timings = result.timings
     message = pb.Step(
         batch_id=result.batch_id, step=result.step, preempted=result.preempted, running=result.running,
-        cache=pb.Cache(blocks=result.blocks, free_blocks=result.free_blocks), end=result.end,  # type: ignore[arg-type]
+        cache=pb.Cache(
+            blocks=result.blocks, free_blocks=result.free_blocks, queried_tokens=result.queried_tokens,
+            hit_tokens=result.hit_tokens,
+        ),
+        end=result.end,  # type: ignore[arg-type]
         timings=pb.Timings(
             forward_us=int(timings.forward * 1e6), sample_us=int(timings.sample * 1e6),
             total_us=int(timings.total * 1e6),
             decode_tokens=timings.decode_tokens, prefill_tokens=timings.prefill_tokens,
+            draft_tokens=timings.draft_tokens, accepted_tokens=timings.accepted_tokens,
         ),
     )
     message.intermediates.request_id.extend(result.request_ids)
@@ -174,12 +196,15 @@ def _add_detail(step: pb.Step, detail: rq.Detail) -> None:
         request_id=detail.request_id, is_end=detail.finish_reason != rq.UNFINISHED,
         finish_reason=detail.finish_reason, message=detail.message, seed=detail.seed,
         prompt_tokens=detail.prompt_tokens, generated_tokens=detail.generated_tokens,
+        cached_tokens=detail.cached_tokens,
     )
     if detail.detokenizer:
-        text = detail.detokenizer.push(detail.token) if detail.token is not None else ""
+        text = "".join(detail.detokenizer.push(token) for token in detail.tokens)
         message.text = text + (detail.detokenizer.flush() if message.is_end else "")
-    if detail.top:
-        message.top.add(token_id=detail.top[0], logprob=detail.top[1])
+    for ids, logprobs in detail.top:
+        message.top.add(token_id=ids, logprob=logprobs)
     if detail.prompt_logprobs:
         message.prompt_logprobs.token_id.extend(detail.prompt_logprobs[0])
         message.prompt_logprobs.logprob.extend(detail.prompt_logprobs[1])
+        for ids, logprobs in detail.prompt_top:
+            message.prompt_logprobs.top.add(token_id=ids, logprob=logprobs)

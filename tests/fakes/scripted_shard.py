@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -67,13 +68,16 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
 
     def __init__(
         self, *, script: Script = cycle, step_seconds: float = 0.001, vocab_size: int = 400, eos_id: int = 2,
-        max_total_tokens: int = 1024, max_batch_size: int = 256, chunk: int = 1 << 30,
+        max_total_tokens: int = 1024, max_batch_size: int = 256, chunk: int = 1 << 30, tokens_per_step: int = 1,
     ) -> None:
+        """`chunk`: prompt tokens of a row that one step takes; `tokens_per_step`: of each row, as speculation gives them."""
+        self.tokens_per_step = tokens_per_step
         self.script, self.step_seconds, self.vocab_size, self.eos_id = script, step_seconds, vocab_size, eos_id
         self.max_total_tokens, self.max_batch_size, self.chunk = max_total_tokens, max_batch_size, chunk
         self.room = max_batch_size  # rows that fit; fewer than max_batch_size: RESOURCE_EXHAUSTED
         self.poison: int | None = None  # a prompt with this token id is refused
         self.healthy = True
+        self.features = ["prompt_logprobs", "grammar"]
         self.batches: dict[int, Batch] = {}
         self.prefills: list[pb.PrefillRequest] = []  # everything that was asked for, in order
         self.refusals = 0
@@ -128,7 +132,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
             model_id="scripted", dtype="float32", device="cpu", world_size=1, leader=True, vocab_size=self.vocab_size,
             eos_token_ids=[self.eos_id], max_input_tokens=self.max_total_tokens - 1,
             max_total_tokens=self.max_total_tokens, max_batch_size=self.max_batch_size, max_step_tokens=256,
-            block_size=16, blocks=1000, features=["prompt_logprobs"], contract_version="1",
+            block_size=16, blocks=1000, features=self.features, contract_version="1",
         )
 
     async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthResponse:
@@ -230,7 +234,9 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         call.requests = []
         step = pb.Step(batch_id=batch.id, step=self.step)
         for row in list(batch.rows.values()):
-            self._advance(batch, row, step)
+            for _ in range(self.tokens_per_step):
+                if row.request.id in batch.rows:
+                    self._advance(batch, row, step)
         while self._preempt and batch.rows:
             self._preempt -= 1
             request_id = max(batch.rows)
@@ -261,6 +267,8 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         step.intermediates.logprob.append(LOGPROB)
         if token_id == self.eos_id and not request.stopping.ignore_eos:
             reason = pb.Detail.EOS_TOKEN
+        elif token_id in request.stopping.stop_token_ids:
+            reason = pb.Detail.STOP_TOKEN
         elif row.generated >= request.stopping.max_new_tokens:
             reason = pb.Detail.LENGTH
         else:
@@ -277,6 +285,10 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
                 ids = request.token_ids.ids
                 detail.prompt_logprobs.token_id.extend(ids)
                 detail.prompt_logprobs.logprob.extend([float("nan"), *(-1.0 for _ in ids[1:])])
+                if most := request.want.prompt_top_n_tokens:
+                    detail.prompt_logprobs.top.add()
+                    for _ in ids[1:]:
+                        detail.prompt_logprobs.top.add(token_id=range(50, 50 + most), logprob=[-0.1] * most)
         row.begun = True
         if reason:
             del batch.rows[request.id]
@@ -293,8 +305,8 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         batch.calls.clear()
 
 
-async def _main(target: str, step_seconds: float) -> None:
-    shard = ScriptedShard(step_seconds=step_seconds)
+async def _main(target: str, **options: Any) -> None:
+    shard = ScriptedShard(**options)
     await shard.start(target)
     print("ready", flush=True)
     await asyncio.Event().wait()
@@ -304,5 +316,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True, help="unix:PATH or HOST:PORT")
     parser.add_argument("--step-ms", type=float, default=1.0)
+    parser.add_argument("--tokens-per-step", type=int, default=1, help="of each request")
+    parser.add_argument("--max-batch-size", type=int, default=256)
     arguments = parser.parse_args()
-    asyncio.run(_main(arguments.target, arguments.step_ms / 1000))
+    asyncio.run(_main(
+        arguments.target, step_seconds=arguments.step_ms / 1000, tokens_per_step=arguments.tokens_per_step,
+        max_batch_size=arguments.max_batch_size,
+    ))

@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Start:
 
 @pytest.fixture
 async def server(start: Start) -> AsyncIterator[Running]:
-    async with start(enable_prefill_logprobs=True) as made:
+    async with start() as made:
         yield made
         await made.settled()
 
@@ -177,12 +177,11 @@ async def test_half_a_character_goes_into_the_last_token(server: Running) -> Non
     ({"truncate": 0}, "`truncate` must be strictly positive and less than 1023. Given: 0"),
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
     ({"stop": ["a"] * 5}, "`stop` supports up to 4 stop sequences. Given: 5"), ({"stop": [""]}, "`stop`"),
-    ({"seed": 2**64}, "`seed`"), ({"watermark": True}, "`watermark`"), ({"adapter_id": "x"}, "`adapter_id`"),
-    ({"grammar": {"type": "regex", "value": "a"}}, "`grammar`"),
+    ({"seed": 2**64}, "`seed`"), ({"adapter_id": "x"}, "`adapter_id`"),
+    ({"grammar": {"type": "regex", "value": "a**"}}, "`grammar` is not valid: at 3"),
     ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
     ({"best_of": 3, "do_sample": True}, "`best_of` must be > 0 and <= 2. Given: 3"),
     ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
-    ({"best_of": 2, "do_sample": True}, "`best_of` > 1 is not supported"),
 ])
 async def test_native_refusals(server: Running, parameters: dict[str, Any], text: str) -> None:
     for path in ("/generate", "/generate_stream"):
@@ -320,12 +319,12 @@ async def test_logprobs(server: Running) -> None:
 
 
 @pytest.mark.parametrize("body", [
-    {"n": 2}, {"n": 0}, {"n": "2"}, {"max_tokens": 0}, {"temperature": 2.5}, {"temperature": -1}, {"top_p": 0},
+    {"n": 0}, {"n": 129}, {"n": "2"}, {"max_tokens": 0}, {"temperature": 2.5}, {"temperature": -1}, {"top_p": 0},
     {"top_p": 1e-60}, {"repetition_penalty": 1e7}, {"min_p": 1.5}, {"top_k": -2},
     {"stream_options": {"include_usage": True}}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21},
     {"logprobs": True, "top_logprobs": True}, {"logit_bias": {"400": 1}}, {"logit_bias": {"5": None}},
     {"stop": [""]}, {"stop": ["a"] * 5}, {"seed": 2**63}, {"tools": [{"type": "function"}]},
-    {"response_format": {"type": "json_object"}}, {"messages": []}, {"messages": [{"role": "user"}]},
+    {"response_format": {"type": "xml"}}, {"messages": []}, {"messages": [{"role": "user"}]},
 ])
 async def test_chat_refusals(server: Running, body: dict[str, Any]) -> None:
     reply = await server.post("/v1/chat/completions", {**CHAT, **body})
@@ -375,7 +374,7 @@ async def test_prompt_refusals(server: Running, prompt: object) -> None:
 async def test_the_key_guards_every_post_route(start: Start) -> None:
     async with start(api_key="SeCrEt") as server:
         paths = [r.resource.canonical for r in server.router._runner.app.router.routes() if r.method == "POST" and r.resource]
-        assert len(paths) == 7
+        assert len(paths) == 10
         for path in [*paths, "/nope"]:
             reply = await server.post(path, {"inputs": "x"})
             assert reply.status == 401
@@ -408,7 +407,12 @@ async def test_permits(start: Start) -> None:
         for stream in streams:
             stream.close()
         await server.settled()
-        assert (await server.post("/v1/completions", {"prompt": ["a", "b", "c"]})).status == 429
+        reply = await server.post("/v1/completions", {"prompt": ["a", "b", "c"]})
+        assert (reply.status, reply.json["error"]["param"]) == (400, "prompt")  # there will never be room for it
+        stream = await server.start_stream()
+        assert (await server.post("/v1/completions", {"prompt": ["a", "b"]})).status == 429
+        stream.close()
+        await server.settled()
         assert (await server.post("/v1/completions", {"prompt": ["a", "b"]})).status == 200
         await server.settled()
 
@@ -428,6 +432,7 @@ async def test_info_and_metrics(server: Running) -> None:
     info = (await server.get("/info")).json
     assert (info["model_id"], info["max_total_tokens"], info["max_batch_total_tokens"]) == ("scripted", 1024, 16000)
     assert len(info["tokenizer_hash"]) == 64
+    assert info["features"] == ["prompt_logprobs", "grammar"]
     await server.generate(tokens=4)
     await server.generate(tokens=0)
     lines = set((await server.get("/metrics")).raw.decode().splitlines())
@@ -599,7 +604,7 @@ async def test_a_closed_batcher_takes_nothing(start: Start) -> None:
         await server.router.batcher.close("it is over")
         async with server.router.batcher.submit(GenerateRequest([40], 5)) as stream:
             with pytest.raises(GenerationFailed, match="it is over"):
-                await stream.read(1.0)
+                await stream.read()
 
 
 async def test_a_failing_shard_gives_one_error_event(start: Start) -> None:

@@ -58,6 +58,17 @@ def refusal(call: Callable[[], Any]) -> tuple[str, str]:
     return error.code().name, error.details()
 
 
+def test_a_prefix_seen_before_is_not_computed_again_and_changes_nothing(one: ShardProcess) -> None:
+    text = "The water runs down the hill to the mill. " * 8
+    first = solo(one, ask(1, text, cache_salt="a"))
+    steps = prefill(one, ask(2, text, cache_salt="a"), owner="again")
+    (detail,) = steps[-1].details
+    assert detail.cached_tokens >= 16
+    assert detail.cached_tokens % 16 == 0
+    assert steps[-1].cache.hit_tokens >= detail.cached_tokens
+    assert tokens(steps + decode(one, steps[0].batch_id, owner="again"), 2) == first
+
+
 def test_info_says_what_is_served(one: ShardProcess, tiny_model: Path) -> None:
     info = one.stub.Info(pb.InfoRequest())
     assert (info.model_id, info.dtype, info.device, info.rank, info.world_size, info.leader) == (
@@ -132,7 +143,7 @@ def test_a_drawn_seed_is_reported_and_repeats_the_text(one: ShardProcess) -> Non
 
 
 def test_text_top_tokens_and_prompt_logprobs_come_when_asked(one: ShardProcess) -> None:
-    want = pb.Want(top_n_tokens=3, prompt_logprobs=True)
+    want = pb.Want(top_n_tokens=3, prompt_logprobs=True, prompt_top_n_tokens=2)
     steps = prefill(one, ask(1, "Hello", 4, want=want, return_text=True))
     steps += decode(one, steps[0].batch_id)
     details = [d for s in steps for d in s.details]
@@ -140,6 +151,10 @@ def test_text_top_tokens_and_prompt_logprobs_come_when_asked(one: ShardProcess) 
     assert len(first.token_id) == 5
     assert math.isnan(first.logprob[0])
     assert all(x < 0 for x in first.logprob[1:])
+    assert [len(top.token_id) for top in first.top] == [0, 2, 2, 2, 2]
+    for token_id, logprob, top in list(zip(first.token_id, first.logprob, first.top, strict=True))[1:]:
+        assert top.logprob[0] >= max(top.logprob[1], logprob)
+        assert token_id not in top.token_id or logprob == top.logprob[list(top.token_id).index(token_id)]
     rows = [i for s in steps for i in read_step(s)]
     for row, detail in zip(rows, details, strict=True):
         assert detail.top[0].token_id[0] == row.token.id
@@ -160,7 +175,7 @@ def test_text_top_tokens_and_prompt_logprobs_come_when_asked(one: ShardProcess) 
         (ask(1, "word " * 100000), "INVALID_ARGUMENT", "limit is 511"),
         (pb.Request(id=1, token_ids=pb.TokenIds(ids=[300])), "INVALID_ARGUMENT", "token_ids holds 300, the vocabulary has 300"),
         (pb.Request(id=1, token_ids=pb.TokenIds(ids=[5]), generated=1), "INVALID_ARGUMENT", "generated 1 must be less than"),
-        (ask(1, grammar=pb.Grammar(type="regex", value="a")), "INVALID_ARGUMENT", "grammar"),
+        (ask(1, grammar=pb.Grammar(type="bnf", value="a")), "INVALID_ARGUMENT", "grammar is not valid: the type 'bnf'"),
         (ask(1, adapter="x"), "INVALID_ARGUMENT", "adapter 'x'"),
         (ask(1, sampling=pb.Sampling(temperature=0)), "INVALID_ARGUMENT", "temperature is 0.0"),
         (ask(1, sampling=pb.Sampling(temperature=math.nan)), "INVALID_ARGUMENT", "temperature is nan"),

@@ -139,3 +139,14 @@ def test_more_ranks_than_heads_are_refused_by_number(model: Path) -> None:
     assert process.popen.wait(60) == 1
     assert "--num-shard 7 is more than the model's 6 attention heads" in process.log().splitlines()[-1]
     process.stop()
+
+
+def test_grammars_hold_through_every_rank(pair: ShardGroup) -> None:
+    request = ask(7, "Hello", 20)
+    request.grammar.type, request.grammar.value = "regex", "[0-9]{4}"
+    for rank in pair.ranks:
+        assert "grammar" in rank.stub.Info(pb.InfoRequest()).features
+        steps = list(rank.stub.Prefill(pb.PrefillRequest(requests=[request]), timeout=60))
+        steps += rank.stub.Decode(pb.DecodeRequest(batch_ids=[steps[0].batch_id]), timeout=60)
+        assert sum(len(step.intermediates.token_id) for step in steps) == 5  # and the end token
+        assert steps[-1].details[-1].finish_reason == pb.Detail.EOS_TOKEN

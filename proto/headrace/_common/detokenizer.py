@@ -73,12 +73,13 @@ def part_kinds(part: Any) -> set[str]:
 
 def part_steps(part: Any) -> list[dict[str, Any]]:
     """A tokenizer's decoder or normalizer as tokenizer.json writes it, sequences unfolded."""
-    return [] if part is None else _unfold(json.loads(part.__getstate__()))
+    return [] if part is None else unfold(json.loads(part.__getstate__()))
 
 
-def _unfold(step: dict[str, Any]) -> list[dict[str, Any]]:
+def unfold(step: dict[str, Any]) -> list[dict[str, Any]]:
+    """A part of a tokenizer.json, and what it is made of."""
     inner = step.get("decoders") or step.get("normalizers") or []
-    return [step, *(found for part in inner for found in _unfold(part))]
+    return [step, *(found for part in inner for found in unfold(part))]
 
 
 class Detokenizer:

@@ -52,6 +52,10 @@ class NotFound(HeadraceError):
     """An unknown batch, route or model."""
 
 
+class ModelNotFound(NotFound):
+    """The model that is asked about is not served."""
+
+
 class MethodNotAllowed(HeadraceError):
     """The route exists, for another HTTP method."""
 
@@ -133,6 +137,7 @@ TABLE: dict[type[HeadraceError], Mapping] = {
     HeadersTooLarge: Mapping(431, "INVALID_ARGUMENT", "validation", "invalid_request_error"),
     TooSlow: Mapping(408, "DEADLINE_EXCEEDED", "timeout", "timeout_error"),
     NotFound: Mapping(404, "NOT_FOUND", "not_found", "invalid_request_error"),
+    ModelNotFound: Mapping(404, "NOT_FOUND", "not_found", "invalid_request_error"),
     MethodNotAllowed: Mapping(405, "UNIMPLEMENTED", "method_not_allowed", "invalid_request_error"),
     Unauthorized: Mapping(401, "UNAUTHENTICATED", "authentication", "invalid_request_error"),
     Forbidden: Mapping(403, "PERMISSION_DENIED", "permission", "permission_error"),

@@ -6,10 +6,10 @@ import msgspec
 from aiohttp import web
 
 import headrace
-from headrace._common.errors import Unhealthy
+from headrace._common.errors import ModelNotFound, Unhealthy
 from headrace_router import metrics as metrics_text
-from headrace_router.api.admin_types import Info, Model, ModelList
-from headrace_router.service import SERVICE
+from headrace_router.api.admin_types import Info, ModelOut, ModelsOut
+from headrace_router.service import SERVICE, Service
 
 
 async def health(request: web.Request) -> web.Response:
@@ -40,17 +40,33 @@ async def info(request: web.Request) -> web.Response:
         max_batch_total_tokens=shard.capacity.max_batch_total_tokens, max_batch_size=limits.max_batch_size,
         max_client_batch_size=limits.max_client_batch_size, validation_workers=settings.validation_workers,
         world_size=shard.info.world_size, block_size=shard.info.block_size, tokenizer_hash=service.tokenizer_hash,
-        weight_format=shard.info.quantization or shard.info.dtype, router="headrace-router",
-        version=headrace.__version__,
+        weight_format=shard.info.quantization or shard.info.dtype, features=list(shard.info.features),
+        router="headrace-router", version=headrace.__version__,
     )
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
+def _model(service: Service) -> ModelOut:
+    name = service.model_name
+    return ModelOut(id=name, owned_by=name, max_model_len=service.limits.max_total_tokens)
+
+
 async def models(request: web.Request) -> web.Response:
     """The one model, in OpenAI's list."""
-    name = request.app[SERVICE].model_name
-    body = ModelList("list", [Model(name, "model", 0, name)])
+    body = ModelsOut(data=[_model(request.app[SERVICE])])
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+async def model(request: web.Request) -> web.Response:
+    """The model by its name.
+
+    Raises:
+        ModelNotFound: it is not the one that is served.
+    """
+    service, name = request.app[SERVICE], request.match_info["model"]
+    if name != service.model_name:
+        raise ModelNotFound(f"the model `{name[:200]}` does not exist; `{service.model_name}` is served")
+    return web.Response(body=msgspec.json.encode(_model(service)), content_type="application/json")
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -29,21 +29,25 @@ class Info(Struct):
     block_size: int
     tokenizer_hash: str
     weight_format: str
+    features: list[str]  # of the shard: what requests may ask for
     router: str
     version: str
     sha: str | None = None
     docker_label: str | None = None
 
 
-class Model(Struct):
+class ModelOut(Struct, kw_only=True):
+    """OpenAI's object of a model, with vLLM's `max_model_len`: the window in tokens."""
+
     id: str
-    object: Literal["model"]
-    created: int
+    object: Literal["model"] = "model"
+    created: int = 0
     owned_by: str
+    max_model_len: int
 
 
-class ModelList(Struct):
+class ModelsOut(Struct, kw_only=True):
     """OpenAI's list of models."""
 
-    object: Literal["list"]
-    data: list[Model]
+    object: Literal["list"] = "list"
+    data: list[ModelOut]

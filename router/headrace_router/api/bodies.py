@@ -79,5 +79,5 @@ def refuse_given(**values: Any) -> None:
         InvalidRequest: one of the values is given; this server does not offer what it asks for.
     """
     for field, value in values.items():
-        if value:
-            raise InvalidRequest(f"`{field}` is not supported", field)
+        if value or isinstance(value, dict):  # an empty object asks for something, as a schema or as options
+            raise InvalidRequest(f"`{field}` is not supported", field, "unsupported_parameter")

@@ -110,7 +110,9 @@ def _kind(schema: dict[str, Any]) -> str:
     if options := schema.get("anyOf"):
         return " or ".join(_kind(option) for option in options)
     if data := schema.get("properties", {}).get("data"):
-        return f"events of {_kind(data['contentSchema'])}"
+        return f"events of {_kind(data)}"
+    if content := schema.get("contentSchema"):
+        return _kind(content)
     if "enum" in schema or "const" in schema:
         return ", ".join(f"<code>{escape(json.dumps(value))}</code>" for value in schema.get("enum", [schema.get("const")]))
     kind = escape(str(schema.get("type", "anything")))

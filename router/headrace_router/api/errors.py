@@ -13,6 +13,7 @@ from headrace._common.errors import (
     HeadraceError,
     InvalidRequest,
     MethodNotAllowed,
+    ModelNotFound,
     NotFound,
     RateLimited,
     TooSlow,
@@ -45,6 +46,8 @@ def openai_body(error: HeadraceError) -> dict[str, Any]:
         code = "invalid_api_key"
     elif isinstance(error, RateLimited):
         code = "rate_limit_exceeded"
+    elif isinstance(error, ModelNotFound):
+        field, code = "model", "model_not_found"
     return {"error": {"message": str(error), "type": mapping(error).openai, "param": field, "code": code}}
 
 
@@ -75,8 +78,16 @@ def from_http(error: web.HTTPException) -> HeadraceError | None:
     return None
 
 
-def event(path: str, error: HeadraceError) -> bytes:
-    """The last event of a stream that fails: the route's own body, and on /v1 the end mark."""
-    if is_openai(path):
-        return sse.frame(msgspec.json.encode(openai_body(error))) + sse.DONE
+def native_event(error: HeadraceError) -> bytes:
+    """The last event of a native stream that fails."""
     return sse.frame(msgspec.json.encode(native_body(error)))
+
+
+def openai_event(error: HeadraceError) -> bytes:
+    """The last event of a stream of OpenAI's API that fails, and the end mark."""
+    return sse.frame(msgspec.json.encode(openai_body(error))) + sse.DONE
+
+
+def event(path: str, error: HeadraceError) -> bytes:
+    """The last event of a stream that fails, as the route has it."""
+    return openai_event(error) if is_openai(path) else native_event(error)

@@ -1,21 +1,21 @@
-"""TGI's native API: POST /generate, /generate_stream, / and /tokenize."""
+"""TGI's native API: POST /generate, /generate_stream and /."""
 
 from __future__ import annotations
 
 from aiohttp import web
-from msgspec import UNSET
 
 from headrace._common.errors import HeadraceError, InvalidRequest
 from headrace_router import sse
 from headrace_router.api import native_types as shapes
 from headrace_router.api.bodies import read_json
 from headrace_router.api.caller import CALLER
-from headrace_router.api.errors import event
+from headrace_router.api.choices import check_count, end_of, run_all
+from headrace_router.api.errors import native_event
+from headrace_router.api.native_replies import event, whole
 from headrace_router.api.native_requests import Prepared, prepare
 from headrace_router.api.timing import compute_headers, time_headers
 from headrace_router.service import SERVICE, Service, Ticket
-from headrace_router.text.pieces import token_text
-from headrace_router.types import Token, TopToken
+from headrace_router.types import Token
 
 
 async def generate(request: web.Request) -> web.Response:
@@ -23,7 +23,9 @@ async def generate(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     with Ticket(service) as ticket:
         body = await read_json(request, shapes.generate_decoder, service.settings.payload_limit)
-        return await _generate(request, service, ticket, body, as_list=False, full_text=False)
+        prepared = await _prepare(request, service, ticket, body.inputs, body.parameters)
+        ticket.submitted()
+        return await _whole(service, ticket, [prepared], len(body.inputs), as_list=False)
 
 
 async def generate_stream(request: web.Request) -> web.StreamResponse:
@@ -31,109 +33,85 @@ async def generate_stream(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     with Ticket(service) as ticket:
         body = await read_json(request, shapes.generate_decoder, service.settings.payload_limit)
-        return await _stream(request, service, ticket, body, full_text=False)
+        prepared = await _prepare(request, service, ticket, body.inputs, body.parameters, stream=True)
+        return await _stream(request, service, ticket, prepared, len(body.inputs))
 
 
 async def compat(request: web.Request) -> web.StreamResponse:
-    """POST /: as /generate but a list of one, or as /generate_stream; the prompt is part of the text by default."""
+    """POST /: as /generate but a list, or as /generate_stream; the prompt is part of the text by default."""
     service = request.app[SERVICE]
     with Ticket(service) as ticket:
         body = await read_json(request, shapes.compat_decoder, service.settings.payload_limit)
-        if body.stream:
-            return await _stream(request, service, ticket, body, full_text=True)
-        return await _generate(request, service, ticket, body, as_list=True, full_text=True)
+        return await answer_compat(request, service, ticket, body)
 
 
-async def tokenize(request: web.Request) -> web.Response:
-    """Tokens of `inputs` with offsets in characters."""
-    service = request.app[SERVICE]
-    body = await read_json(request, shapes.generate_decoder, service.settings.payload_limit)
-    if not body.inputs:
-        raise InvalidRequest("`inputs` cannot be empty", "inputs")
-    text, inputs = service.text, body.inputs
-    out = await text.run(lambda: shapes.encode(shapes.simple_tokens(text.tokenizer.pieces(inputs))))
-    return web.Response(body=out, content_type="application/json")
+async def answer_compat(
+    request: web.Request, service: Service, ticket: Ticket, body: shapes.CompatBody
+) -> web.StreamResponse:
+    """The answer to a body of /."""
+    inputs = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    characters = sum(map(len, inputs))
+    if body.stream:
+        if len(inputs) != 1:
+            raise InvalidRequest("several `inputs` are not supported when streaming tokens", "inputs")
+        prepared = await _prepare(request, service, ticket, inputs[0], body.parameters, stream=True, full_text=True)
+        return await _stream(request, service, ticket, prepared, characters)
+    limit = service.limits.max_client_batch_size
+    if not 0 < len(inputs) <= limit:
+        raise InvalidRequest(f"`inputs` must be 1 to {limit} prompts. Given: {len(inputs)}", "inputs")
+    check_count("inputs", len(inputs), service)
+    made = [await _prepare(request, service, ticket, text, body.parameters, full_text=True) for text in inputs]
+    ticket.submitted()
+    return await _whole(service, ticket, made, characters, as_list=True)
 
 
 async def _prepare(
-    request: web.Request, service: Service, ticket: Ticket, body: shapes.GenerateBody, stream: bool, full_text: bool
+    request: web.Request, service: Service, ticket: Ticket, inputs: str, parameters: shapes.Parameters | None, *,
+    stream: bool = False, full_text: bool = False,
 ) -> Prepared:
     ticket.take()
-    prepared = await prepare(service, body, request[CALLER], stream, full_text)
-    ticket.submitted()
+    prepared = await prepare(service, inputs, parameters, request[CALLER], stream, full_text)
+    ticket.take(len(prepared.requests) - 1)
     return prepared
 
 
-async def _generate(
-    request: web.Request, service: Service, ticket: Ticket, body: shapes.GenerateBody, as_list: bool, full_text: bool
+async def _whole(
+    service: Service, ticket: Ticket, made: list[Prepared], characters: int, as_list: bool
 ) -> web.Response:
-    prepared = await _prepare(request, service, ticket, body, False, full_text)
-    async with service.engine.submit(prepared.request) as stream:
-        tokens = [token async for token in stream]
-    end = tokens[-1].end
-    assert end is not None
-    ticket.ended(prepared.request, end)
-    text = prepared.prompt_text + end.text
-    out = shapes.GenerateOut(text, _details(service, tokens) if prepared.details else UNSET)
-    headers = {**compute_headers(service, len(body.inputs)), **time_headers(ticket, [end])}
-    return web.Response(body=shapes.encode([out] if as_list else out), content_type="application/json", headers=headers)
+    """The answers to some prompts."""
+    choices = await run_all(service, ticket, [request for prepared in made for request in prepared.requests])
+    outs, at = [], 0
+    for prepared in made:
+        outs.append(whole(service.text.tokenizer, prepared, choices[at : at + len(prepared.requests)]))
+        at += len(prepared.requests)
+    prompt_tokens = sum(len(prepared.requests[0].prompt) for prepared in made)
+    headers = {
+        **compute_headers(service, characters), **time_headers(ticket, [end_of(c) for c in choices], prompt_tokens)
+    }
+    body = shapes.encode(outs if as_list else outs[0])
+    return web.Response(body=body, content_type="application/json", headers=headers)
 
 
 async def _stream(
-    request: web.Request, service: Service, ticket: Ticket, body: shapes.GenerateBody, full_text: bool
+    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, characters: int
 ) -> web.StreamResponse:
-    prepared = await _prepare(request, service, ticket, body, True, full_text)
-    async with service.engine.submit(prepared.request) as stream:
-        response = await sse.open_stream(request, compute_headers(service, len(body.inputs)))
-        index, ended = 0, False
-        while not ended:
-            try:
-                tokens = await stream.read(sse.KEEP_ALIVE_SECONDS)
-            except HeadraceError as error:
-                ticket.fail(error)
-                await response.write(event(request.path, error))
-                break
-            frames = [sse.PING] if not tokens else []
-            for token in tokens:
-                index += 1
-                frames.append(sse.frame(shapes.encode(_event(service, prepared, index, token))))
-                if token.end is not None:
-                    ended = True
-                    ticket.ended(prepared.request, token.end)
-            await response.write(b"".join(frames))
-    await response.write_eof()
-    return response
+    ticket.submitted()
+    wanted, tokenizer = prepared.requests[0], service.text.tokenizer
+    index = 0
 
+    def frames(_: int, token: Token) -> bytes:
+        nonlocal index
+        index += 1
+        if token.end is not None:
+            ticket.ended(wanted, token.end)
+        return sse.frame(shapes.encode(event(tokenizer, prepared, index, token)))
 
-def _token(service: Service, token: Token) -> shapes.TokenOut:
-    """A special token shows as it is written; it adds nothing to the text."""
-    text = token_text(service.text.tokenizer, token.id) if token.special else token.text
-    return shapes.TokenOut(token.id, text, token.logprob, token.special)
-
-
-def _top(service: Service, top: list[TopToken]) -> list[shapes.TokenOut]:
-    tokenizer = service.text.tokenizer
-    return [shapes.TokenOut(t.id, token_text(tokenizer, t.id), t.logprob, t.id in tokenizer.special_ids) for t in top]
-
-
-def _event(service: Service, prepared: Prepared, index: int, token: Token) -> shapes.StreamOut:
-    out = shapes.StreamOut(index, _token(service, token), None, None)
-    if token.top:
-        out.top_tokens = _top(service, token.top)
-    if (end := token.end) is not None:
-        out.generated_text = prepared.prompt_text + end.text
-        if prepared.details:
-            out.details = shapes.StreamDetailsOut(end.finish_reason, end.generated_tokens, end.seed, end.input_length)
-    return out
-
-
-def _details(service: Service, tokens: list[Token]) -> shapes.DetailsOut:
-    end, tokenizer = tokens[-1].end, service.text.tokenizer
-    assert end is not None
-    prompt = next((token.prompt for token in tokens if token.prompt is not None), [])
-    top = [_top(service, token.top) for token in tokens if token.top]
-    return shapes.DetailsOut(
-        finish_reason=end.finish_reason, generated_tokens=end.generated_tokens, seed=end.seed,
-        prefill=[shapes.PrefillOut(p.id, token_text(tokenizer, p.id), p.logprob) for p in prompt],
-        tokens=[_token(service, token) for token in tokens], top_tokens=top or UNSET,
-    )
+    async with service.engine.submit(wanted) as stream:
+        events = await sse.open_stream(request, compute_headers(service, characters))
+        try:
+            await events.relay([stream], frames)
+            last = b""
+        except HeadraceError as error:
+            ticket.fail(error)
+            last = native_event(error)
+        return await events.end(last)

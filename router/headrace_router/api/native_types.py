@@ -1,4 +1,4 @@
-"""JSON shapes of TGI's native API."""
+"""JSON shapes of TGI's native API, and of the wrappings that clouds put around it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace._common.tokenizing import Piece
+from headrace_router.types import FinishReason
 
 UInt32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 UInt = Annotated[int, Meta(ge=0)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+# documented here, and refused by the rules of `validation` with TGI's words
+NotEmpty = Meta(extra_json_schema={"minLength": 1})
+SomeOf = Meta(extra_json_schema={"minItems": 1})
 
 
 class Parameters(Struct):
@@ -27,7 +31,7 @@ class Parameters(Struct):
     do_sample: bool | None = None
     max_new_tokens: UInt32 | None = None
     return_full_text: bool | None = None
-    stop: list[str] | None = None
+    stop: str | list[str] | None = None
     truncate: UInt | None = None
     watermark: bool | None = None
     details: bool | None = None
@@ -39,15 +43,17 @@ class Parameters(Struct):
 
 
 class GenerateBody(Struct):
-    """Body of /generate, /generate_stream and /tokenize."""
+    """Body of /generate and /generate_stream."""
 
-    inputs: str
+    inputs: Annotated[str, NotEmpty]
     parameters: Parameters | None = None
 
 
-class CompatBody(GenerateBody):
-    """Body of /."""
+class CompatBody(Struct):
+    """Body of /. Several inputs get an answer each."""
 
+    inputs: Annotated[str, NotEmpty] | Annotated[list[Annotated[str, NotEmpty]], SomeOf]
+    parameters: Parameters | None = None
     stream: bool | None = None
 
 
@@ -64,12 +70,25 @@ class PrefillOut(Struct):
     logprob: float | None
 
 
-class DetailsOut(Struct):
-    finish_reason: str
+class BestOfOut(Struct):
+    """One of the sequences of `best_of` that did not win."""
+
+    generated_text: str
+    finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
     prefill: list[PrefillOut]
     tokens: list[TokenOut]
+    top_tokens: list[list[TokenOut]] | UnsetType = UNSET
+
+
+class DetailsOut(Struct):
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillOut]
+    tokens: list[TokenOut]
+    best_of_sequences: list[BestOfOut] | UnsetType = UNSET
     top_tokens: list[list[TokenOut]] | UnsetType = UNSET
 
 
@@ -79,7 +98,7 @@ class GenerateOut(Struct):
 
 
 class StreamDetailsOut(Struct):
-    finish_reason: str
+    finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
     input_length: int

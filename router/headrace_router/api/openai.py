@@ -1,4 +1,4 @@
-"""OpenAI's API: POST /v1/chat/completions and /v1/completions, and TGI's /chat_tokenize."""
+"""OpenAI's API: POST /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from aiohttp import web
 
 from headrace._common.errors import HeadraceError
 from headrace_router import sse
-from headrace_router.api import native_types
 from headrace_router.api import openai_types as shapes
 from headrace_router.api.bodies import read_json
 from headrace_router.api.caller import CALLER
-from headrace_router.api.errors import event
-from headrace_router.api.openai_replies import ChatReplies, CompletionReplies
-from headrace_router.api.openai_requests import Prepared, check_messages, prepare_chat, prepare_completion
+from headrace_router.api.chat_requests import prepare_chat
+from headrace_router.api.choices import end_of, run_all
+from headrace_router.api.completion_replies import CompletionReplies
+from headrace_router.api.completion_requests import prepare_completion
+from headrace_router.api.errors import openai_event
+from headrace_router.api.openai_replies import ChatReplies, Replies, usage
+from headrace_router.api.openai_requests import Prepared
 from headrace_router.api.timing import compute_headers, time_headers
-from headrace_router.merge import merge
 from headrace_router.service import SERVICE, Service, Ticket
 from headrace_router.types import End, Token
 
@@ -26,9 +28,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     with Ticket(service) as ticket:
         body = await read_json(request, shapes.chat_decoder, service.settings.payload_limit)
-        ticket.take()
-        prepared = await prepare_chat(service, body, request[CALLER])
-        return await _answer(request, service, ticket, prepared, ChatReplies(service, prepared.shown.logprobs))
+        return await answer_chat(request, service, ticket, body)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -36,65 +36,60 @@ async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     with Ticket(service) as ticket:
         body = await read_json(request, shapes.completion_decoder, service.settings.payload_limit)
-        ticket.take()
-        prepared = await prepare_completion(service, body, request[CALLER])
-        ticket.take(len(prepared.requests) - 1)
-        return await _answer(request, service, ticket, prepared, CompletionReplies(service, body.logprobs))
+        return await answer_completion(request, service, ticket, body)
 
 
-async def chat_tokenize(request: web.Request) -> web.Response:
-    """The text that the template makes of a conversation, and its tokens."""
-    service = request.app[SERVICE]
-    body = await read_json(request, shapes.chat_tokenize_decoder, service.settings.payload_limit)
-    prompt = await service.text.chat(check_messages(body.messages))
+async def answer_chat(
+    request: web.Request, service: Service, ticket: Ticket, body: shapes.ChatBody
+) -> web.StreamResponse:
+    """The answer to a body of /v1/chat/completions."""
+    ticket.take()
+    prepared = await prepare_chat(service, body, request[CALLER])
+    return await _answer(request, service, ticket, prepared, ChatReplies(service, prepared))
 
-    def answer() -> bytes:
-        tokens = native_types.simple_tokens(service.text.chat_pieces(prompt))
-        return shapes.encode({"tokenize_response": tokens, "templated_text": prompt.text})
 
-    return web.Response(body=await service.text.run(answer), content_type="application/json")
+async def answer_completion(
+    request: web.Request, service: Service, ticket: Ticket, body: shapes.CompletionBody
+) -> web.StreamResponse:
+    """The answer to a body of /v1/completions."""
+    ticket.take()
+    prepared = await prepare_completion(service, body, request[CALLER])
+    return await _answer(request, service, ticket, prepared, CompletionReplies(service, prepared))
 
 
 async def _answer(
-    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: ChatReplies | CompletionReplies
+    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Replies
 ) -> web.StreamResponse:
+    ticket.take(len(prepared.requests) - 1)
     ticket.submitted()
     headers = compute_headers(service, prepared.characters)
+    if prepared.shown.stream:
+        return await _stream(request, service, ticket, prepared, replies, headers)
+    choices = await run_all(service, ticket, prepared.requests)
+    ends = [end_of(tokens) for tokens in choices]
+    times = time_headers(ticket, ends, usage(prepared, ends).prompt_tokens)
+    return web.Response(body=replies.whole(choices), content_type="application/json", headers={**headers, **times})
+
+
+async def _stream(
+    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Replies, headers: dict[str, str]
+) -> web.StreamResponse:
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(service.engine.submit(r)) for r in prepared.requests]
-        if prepared.shown.stream:
-            response = await sse.open_stream(request, headers)
-            try:
-                ends: list[End] = []
-                async for tokens in merge(streams, sse.KEEP_ALIVE_SECONDS):
-                    ends += _ended(ticket, prepared, tokens)
-                    frames = [replies.frames(index, token) for index, token in tokens] or [sse.PING]
-                    if data := b"".join(frames):
-                        await response.write(data)
-                last = (replies.usage_frame(ends) if prepared.shown.include_usage else b"") + sse.DONE
-            except HeadraceError as error:
-                ticket.fail(error)
-                last = event(request.path, error)
-            await response.write(last)
-            await response.write_eof()
-            return response
-        choices: list[list[Token]] = [[] for _ in streams]
-        async for tokens in merge(streams, None):
-            _ended(ticket, prepared, tokens)
-            for index, token in tokens:
-                choices[index].append(token)
-    ends = [end for tokens_of in choices if (end := tokens_of[-1].end) is not None]
-    return web.Response(
-        body=replies.whole(choices, ends), content_type="application/json",
-        headers={**headers, **time_headers(ticket, ends)},
-    )
+        ends: dict[int, End] = {}
 
+        def frames(index: int, token: Token) -> bytes:
+            if token.end is not None:
+                ends[index] = token.end
+                ticket.ended(prepared.requests[index], token.end)
+            return replies.frames(index, token)
 
-def _ended(ticket: Ticket, prepared: Prepared, tokens: list[tuple[int, Token]]) -> list[End]:
-    """Count the choices that end with these tokens."""
-    ends = []
-    for index, token in tokens:
-        if token.end is not None:
-            ticket.ended(prepared.requests[index], token.end)
-            ends.append(token.end)
-    return ends
+        events = await sse.open_stream(request, headers)
+        try:
+            await events.relay(streams, frames)
+            in_order = [ends[index] for index in sorted(ends)]
+            last = (replies.usage_frame(in_order) if prepared.shown.include_usage else b"") + sse.DONE
+        except HeadraceError as error:
+            ticket.fail(error)
+            last = openai_event(error)
+        return await events.end(last)

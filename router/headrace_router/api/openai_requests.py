@@ -1,38 +1,45 @@
-"""OpenAI's bodies into `GenerateRequest`s."""
+"""What OpenAI's two routes have in common on the way from a body to `GenerateRequest`s."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from headrace._common.errors import InvalidRequest
+from headrace._common.grammars import Grammar
 from headrace_router.api.bodies import refuse_given
 from headrace_router.api.caller import Caller
-from headrace_router.api.openai_types import ChatBody, CommonBody, CompletionBody, Message
+from headrace_router.api.choices import check_count, spread
+from headrace_router.api.openai_types import CommonBody, Refused
+from headrace_router.canonical import settle
 from headrace_router.limits import Limits
 from headrace_router.service import Service
-from headrace_router.text.pool import TooLong
+from headrace_router.tenants import CLASSES
 from headrace_router.types import GenerateRequest, Sampling
 from headrace_router.validation import (
-    CHAT,
-    COMPLETIONS,
     Rules,
     check_lengths,
     check_logit_bias,
     check_openai_sampling,
-    check_prompt_ids,
     check_range,
     check_stop,
+    check_token_ids,
     draw_seed,
     float32,
-    too_long,
 )
 
-MAX_TOP_LOGPROBS = 20
-MAX_COMPLETION_LOGPROBS = 5
-COMPLETION_MAX_TOKENS = 16
+MAX_CHOICES = 128  # OpenAI's limit of `n`
+TIERS = {"auto": "default", "scale": "default"}  # what serves these
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a call. `text` is what an answer that echoes it shows, `offsets` where in it each token begins."""
+
+    text: str
+    ids: list[int]
+    offsets: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -42,185 +49,132 @@ class Shown:
     stream: bool
     include_usage: bool
     logprobs: bool
+    token_ids: bool
+    service_tier: str | None
+    echo: bool = False
+    output: bool = True  # False: the call asks for no token; one is made for the sake of the prompt's, and not shown
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The requests of one call, one for each choice."""
+    """The requests of one call, `best_of` for each prompt, of which `n` are shown."""
 
+    prompts: list[Prompt]
     requests: list[GenerateRequest]
-    characters: int  # of all prompts
+    n: int
+    best_of: int
     shown: Shown
 
+    @property
+    def characters(self) -> int:
+        """Length of all prompts."""
+        return sum(len(prompt.text) for prompt in self.prompts)
 
-def _shown(body: CommonBody, logprobs: bool) -> Shown:
-    if body.stream_options is not None and not body.stream:
+
+def check_common(body: CommonBody) -> None:
+    """
+    Raises:
+        InvalidRequest: something that neither route offers is asked for.
+    """
+    refuse_given(**{field: getattr(body, field) for field in Refused.__annotations__})
+    refuse_given(skip_special_tokens=body.skip_special_tokens is False)
+    options = body.stream_options
+    if options is not None and not body.stream:
         raise InvalidRequest("`stream_options` is only allowed when `stream` is true", "stream_options")
+    if options is not None and options.continuous_usage_stats:
+        raise InvalidRequest("`stream_options.continuous_usage_stats` is not supported", "stream_options")
+
+
+def shown_of(body: CommonBody, logprobs: bool, echo: bool = False, output: bool = True) -> Shown:
+    """What is to be shown."""
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return Shown(bool(body.stream), usage, logprobs)
+    tier = body.service_tier and TIERS.get(body.service_tier, body.service_tier)
+    return Shown(bool(body.stream), usage, logprobs, bool(body.return_token_ids), tier, echo, output)
 
 
-def _sampling(body: CommonBody, limits: Limits) -> Sampling:
-    """Temperature 0 takes the most likely token; OpenAI's default is to sample at 1."""
-    temperature = float32("temperature", body.temperature)
-    penalty = float32("repetition_penalty", body.repetition_penalty)
-    top_p, min_p = float32("top_p", body.top_p), float32("min_p", body.min_p)
+def sampling_of(body: CommonBody, limits: Limits) -> Sampling:
+    """How tokens are chosen; a seed may still have to be drawn. Temperature 0 takes the most likely token, and OpenAI's
+    default is to sample at 1.
+
+    Raises:
+        InvalidRequest: a value is out of its bounds.
+    """
+    numbers: dict[str, Any] = {
+        name: float32(name, getattr(body, name)) for name in (
+            "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+        )
+    }
+    if body.top_k is not None and not -1 <= body.top_k < 2**31:
+        raise InvalidRequest(f"`top_k` must be >= -1 and < {2**31}. Given: {body.top_k}", "top_k")
+    if body.seed is not None and not -(2**63) <= body.seed < 2**63:
+        raise InvalidRequest(f"`seed` must be a signed 64-bit integer. Given: {body.seed}", "seed")
     given = Sampling(
-        temperature=temperature, top_p=top_p, repetition_penalty=penalty,
-        frequency_penalty=body.frequency_penalty or None, presence_penalty=body.presence_penalty or None,
-        logit_bias=check_logit_bias(body.logit_bias, limits),
+        do_sample=numbers["temperature"] != 0, seed=None if body.seed is None else body.seed % 2**64,
+        top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
+        logit_bias=check_logit_bias(body.logit_bias, limits), **numbers,
     )
     check_openai_sampling(given)
-    check_range("min_p", min_p, 0.0, 1.0)
-    if body.top_k is not None and not -1 <= body.top_k < 2**31:
-        raise InvalidRequest("`top_k` must be >= -1", "top_k")
-    if body.seed is not None and not -(2**63) <= body.seed < 2**63:
-        raise InvalidRequest("`seed` must be a signed 64-bit integer", "seed")
-    do_sample = temperature is None or temperature > 0
-    if not do_sample:
-        return Sampling(
-            repetition_penalty=penalty, frequency_penalty=given.frequency_penalty,
-            presence_penalty=given.presence_penalty, logit_bias=given.logit_bias,
-        )
-    return Sampling(
-        do_sample=True, seed=draw_seed() if body.seed is None else body.seed % 2**64, temperature=temperature,
-        top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
-        top_p=None if top_p == 1 else top_p, min_p=min_p or None, repetition_penalty=penalty,
-        frequency_penalty=given.frequency_penalty, presence_penalty=given.presence_penalty,
-        logit_bias=given.logit_bias,
-    )
+    return settle(given, limits.vocab_size)
 
 
-def _stop(body: CommonBody, limits: Limits) -> tuple[str, ...]:
+def choices_of(body: CommonBody, limits: Limits) -> tuple[int, int]:
+    """(choices shown of each prompt, choices made of each prompt).
+
+    Raises:
+        InvalidRequest: that many are not made, or cannot be streamed.
+    """
+    check_range("n", body.n, 1, MAX_CHOICES)
+    n = body.n or 1
+    if body.best_of is None or body.best_of == n:
+        return n, n
+    check_range("best_of", body.best_of, n, limits.max_best_of)
+    if body.stream:
+        raise InvalidRequest(f"`best_of` must equal `n` ({n}) when `stream` is true. Given: {body.best_of}", "best_of")
+    return n, body.best_of
+
+
+def workload_of(body: CommonBody, caller: Caller) -> str:
+    """The workload class, of those that the caller may use: `service_tier` flex and a `priority` above 0 wait for others,
+    `service_tier` priority and a `priority` below 0 (vLLM: lower comes first) do not; everything else leaves it to the
+    caller's own.
+    """
+    allowed = [workload for workload in CLASSES if workload in caller.tenant.classes]
+    if body.service_tier == "flex" or (body.priority or 0) > 0:
+        return allowed[-1]
+    if body.service_tier == "priority" or (body.priority or 0) < 0:
+        return allowed[0]
+    return caller.workload
+
+
+def make_requests(
+    rules: Rules, service: Service, caller: Caller, body: CommonBody, prompts: list[Prompt], best_of: int,
+    max_tokens: int | None, grammar: Grammar | None, top_n: int = 0, prompt_top_n: int | None = None,
+) -> list[GenerateRequest]:
+    """`best_of` requests for each prompt. `prompt_top_n`: alternatives beside each prompt token; None: do not score it.
+
+    Raises:
+        InvalidRequest: a rule is broken.
+    """
+    limits = service.limits
+    check_count("n" if best_of > 1 else rules.inputs, best_of * len(prompts), service)
+    sampling = sampling_of(body, limits)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     check_stop(stop, limits)
-    return tuple(stop)
-
-
-def _check_choices(field: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise InvalidRequest(f"`{field}` must be at least 1", field)
-    if value is not None and value > 1:
-        raise InvalidRequest(f"`{field}` > 1 is not supported", field)
-
-
-def _check_max_tokens(value: int | None) -> None:
-    if value is not None and value < 1:
-        raise InvalidRequest("`max_tokens` must be at least 1", "max_tokens")
-
-
-def _request(
-    rules: Rules, service: Service, prompt: list[int], max_tokens: int | None, sampling: Sampling,
-    stop: tuple[str, ...], top_n: int, caller: Caller,
-) -> GenerateRequest:
-    return GenerateRequest(
-        prompt=prompt, max_new_tokens=check_lengths(rules, len(prompt), max_tokens, service.limits),
-        sampling=sampling, stop=stop, keep_stop=False, top_n_tokens=top_n, tenant=caller.tenant,
-        workload=caller.workload, deadline=caller.deadline,
-    )
-
-
-def check_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """The messages as plain values.
-
-    Raises:
-        InvalidRequest: there is none, or one has neither content nor anything in place of it.
-    """
-    if not messages:
-        raise InvalidRequest("`messages` must not be empty", "messages")
-    for index, message in enumerate(messages):
-        calls = message.role == "assistant" and message.tool_calls
-        if message.content is None and not calls:
-            raise InvalidRequest(f"messages[{index}] has no `content`", "messages")
-    plain: list[dict[str, Any]] = msgspec.to_builtins(messages)
-    return plain
-
-
-async def prepare_chat(service: Service, body: ChatBody, caller: Caller) -> Prepared:
-    """Check a chat call and render and tokenize its conversation.
-
-    Raises:
-        InvalidRequest: a rule is broken.
-        TemplateError: the model's template refuses the conversation, or there is none.
-    """
-    limits = service.limits
-    messages = check_messages(body.messages)
-    _check_choices("n", body.n)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    _check_max_tokens(max_tokens)
-    top_n = body.top_logprobs or 0
-    if not 0 <= top_n <= MAX_TOP_LOGPROBS:
-        raise InvalidRequest(f"`top_logprobs` must be >= 0 and <= {MAX_TOP_LOGPROBS}", "top_logprobs")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
-    shown = _shown(body, bool(body.logprobs))
-    sampling, stop = _sampling(body, limits), _stop(body, limits)
-    refuse_given(
-        tools=body.tools, functions=body.functions,
-        tool_choice=body.tool_choice if body.tool_choice not in ("none", "auto") else None,
-        function_call=body.function_call if body.function_call not in ("none", "auto") else None,
-    )
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise InvalidRequest("`response_format` is not supported, except for the type `text`", "response_format")
-    try:
-        prompt = await service.text.chat(messages, limits.max_input_tokens)
-    except TooLong as error:
-        raise too_long(CHAT, error.at_least, limits) from None
-    request = _request(CHAT, service, prompt.ids, max_tokens, sampling, stop, top_n, caller)
-    return Prepared([request], len(prompt.text), shown)
-
-
-async def prepare_completion(service: Service, body: CompletionBody, caller: Caller) -> Prepared:
-    """Check a completions call and tokenize its prompts.
-
-    Raises:
-        InvalidRequest: a rule is broken.
-    """
-    limits = service.limits
-    prompts = _prompts(body, limits)
-    _check_choices("n", body.n)
-    _check_choices("best_of", body.best_of)
-    _check_max_tokens(body.max_tokens)
-    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_COMPLETION_LOGPROBS:
-        raise InvalidRequest(f"`logprobs` must be >= 0 and <= {MAX_COMPLETION_LOGPROBS}", "logprobs")
-    shown = _shown(body, body.logprobs is not None)
-    sampling, stop = _sampling(body, limits), _stop(body, limits)
-    refuse_given(echo=body.echo, suffix=body.suffix)
-    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    requests = []
+    stop_ids = body.stop_token_ids or []
+    check_token_ids("stop_token_ids", stop_ids, limits)
+    made: list[GenerateRequest] = []
     for prompt in prompts:
-        ids = await _encode(service, prompt) if isinstance(prompt, str) else prompt
-        requests.append(_request(COMPLETIONS, service, ids, max_tokens, sampling, stop, body.logprobs or 0, caller))
-    return Prepared(requests, sum(len(p) for p in prompts if isinstance(p, str)), shown)
-
-
-async def _encode(service: Service, prompt: str) -> list[int]:
-    try:
-        return await service.text.encode(prompt, service.limits.max_input_tokens)
-    except TooLong as error:
-        raise too_long(COMPLETIONS, error.at_least, service.limits) from None
-
-
-def _prompts(body: CompletionBody, limits: Limits) -> list[str | list[int]]:
-    """The prompts of a call: text, or token ids."""
-    given = body.prompt
-    prompts: list[str | list[int]]
-    if isinstance(given, str):
-        prompts = [given]
-    elif given and all(isinstance(item, int) for item in given):
-        prompts = [[item for item in given if isinstance(item, int)]]
-    elif any(isinstance(item, int) for item in given):
-        raise InvalidRequest("`prompt` mixes token ids with prompts", "prompt")
-    else:
-        prompts = [item for item in given if not isinstance(item, int)]
-    if not prompts:
-        raise InvalidRequest("`prompt` cannot be empty", "prompt")
-    if len(prompts) > limits.max_client_batch_size:
-        text = f"`prompt` supports up to {limits.max_client_batch_size} prompts. Given: {len(prompts)}"
-        raise InvalidRequest(text, "prompt")
-    for prompt in prompts:
-        if not prompt:
-            raise InvalidRequest("`prompt` cannot be empty", "prompt")
-        if not isinstance(prompt, str):
-            check_prompt_ids(COMPLETIONS, prompt, limits)
-    return prompts
+        length = check_lengths(rules, len(prompt.ids), max_tokens, limits)
+        check_range("min_tokens", body.min_tokens, 0, length)
+        drawn = sampling.do_sample and sampling.seed is None
+        request = GenerateRequest(
+            prompt=prompt.ids, max_new_tokens=length,
+            sampling=dataclasses.replace(sampling, seed=draw_seed()) if drawn else sampling,
+            stop=tuple(sorted(set(stop))), keep_stop=bool(body.include_stop_str_in_output),
+            stop_token_ids=tuple(sorted(set(stop_ids))), min_new_tokens=body.min_tokens or 0,
+            ignore_eos=bool(body.ignore_eos), top_n_tokens=top_n, prompt_logprobs=prompt_top_n is not None,
+            prompt_top_n_tokens=prompt_top_n or 0, grammar=grammar, tenant=caller.tenant, workload=workload_of(body, caller),
+            deadline=caller.deadline,
+        )
+        made += spread(request, best_of)
+    return made

@@ -91,15 +91,22 @@ class _Schemas:
     """The components of all types, and references to them."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        types = [NativeError, OpenAIError]
-        types += [t for route in routes for t in (route.body, route.reply, route.events) if t is not None]
+        types: list[Any] = [NativeError, OpenAIError]
+        types += [t for route in routes for kind in (route.body, route.reply, route.events) for t in _alternatives(kind)]
         unique = list({repr(t): t for t in types}.values())
         made, self.components = msgspec.json.schema_components(unique, ref_template=REFERENCES)
         self._by_type = dict(zip((repr(t) for t in unique), made, strict=True))
 
     def of(self, kind: Any) -> dict[str, Any]:
-        """The schema of a type."""
-        return self._by_type[repr(kind)]
+        """The schema of a type, or of one of several."""
+        made = [self._by_type[repr(t)] for t in _alternatives(kind)]
+        return made[0] if len(made) == 1 else {"anyOf": made}
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    if kind is None:
+        return ()
+    return kind if isinstance(kind, tuple) else (kind,)
 
 
 def _path(route: Route) -> str:
@@ -133,8 +140,7 @@ def _reply(route: Route, schemas: _Schemas) -> dict[str, Any]:
     description = "the answer"
     if route.events is not None:
         content["text/event-stream"] = {"schema": _events(route, schemas)}
-        end = "; the last one is [DONE]" if is_openai(route.path) else ""
-        description = f"{description}; with `stream` events{end}" if route.reply is not None else f"events{end}"
+        description = f"{description}; with `stream`, events" if route.reply is not None else "events"
     made: dict[str, Any] = {"description": description, "headers": _headers(route, "request_id")}
     if content:
         made["content"] = content
@@ -142,9 +148,15 @@ def _reply(route: Route, schemas: _Schemas) -> dict[str, Any]:
 
 
 def _events(route: Route, schemas: _Schemas) -> dict[str, Any]:
-    """One event of a stream; the data of the last one may be an error's."""
-    kinds = [schemas.of(route.events), schemas.of(OpenAIError if is_openai(route.path) else NativeError)]
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+    """One event of a stream; the data of the last one may be an error's, or OpenAI's end mark."""
+    several = isinstance(route.events, tuple)  # APIs
+    openai = is_openai(route.path)
+    kinds = [schemas.of(route.events)]
+    kinds += [schemas.of(NativeError)] if several or not openai else []
+    kinds += [schemas.of(OpenAIError)] if several or openai else []
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+    if several or openai:
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 

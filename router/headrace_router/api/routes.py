@@ -6,9 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from aiohttp import web
-from msgspec import Struct
 
 from headrace._common.errors import (
     BodyTooLarge,
@@ -19,6 +17,7 @@ from headrace._common.errors import (
     Incomplete,
     InvalidRequest,
     MalformedBody,
+    ModelNotFound,
     Overloaded,
     QueueFull,
     RateLimited,
@@ -28,7 +27,7 @@ from headrace._common.errors import (
     Unhealthy,
     UnsupportedMediaType,
 )
-from headrace_router.api import admin, admin_types, docs, native, native_types, openai, openai_types
+from headrace_router.api import admin, admin_types, clouds, docs, native, native_types, openai, openai_types, tokens
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -42,15 +41,18 @@ RUN_ERRORS: tuple[type[HeadraceError], ...] = (
 
 @dataclass(frozen=True)
 class Route:
-    """One method of one path. A POST route needs a key where keys are set; GET routes are open."""
+    """One method of one path. A POST route needs a key where keys are set; GET routes are open.
+
+    `body`, `reply` and `events` are types, or tuples of types that are possible.
+    """
 
     method: str
     path: str
     handler: Handler
     summary: str
-    body: type[Struct] | None = None
-    reply: Any = None  # a type: JSON of that kind; None: an answer without a body
-    events: type[Struct] | None = None  # what each Server-Sent Event holds, if the answer may be a stream
+    body: Any = None
+    reply: Any = None  # JSON of that kind; None: an answer without a body
+    events: Any = None  # what each Server-Sent Event holds, if the answer may be a stream
     errors: tuple[type[HeadraceError], ...] = ()
     media: str = "application/json"  # of the reply
 
@@ -58,27 +60,6 @@ class Route:
     def keyed(self) -> bool:
         """Does it need an API key where keys are set?"""
         return self.method == "POST"
-
-
-def _with_choices(name: str, choice: type[Struct]) -> type[Struct]:
-    """The envelope of OpenAI's answers around choices of one kind."""
-    fields = [
-        (f.name, list[choice] if f.name == "choices" else f.type, *(() if f.required else (f.default,)))  # type: ignore[valid-type]
-        for f in msgspec.structs.fields(openai_types.Reply)
-    ]
-    return msgspec.defstruct(name, fields)
-
-
-Completion = _with_choices("Completion", openai_types.CompletionChoice)
-ChatCompletion = _with_choices("ChatCompletion", openai_types.ChatChoice)
-ChatCompletionChunk = _with_choices("ChatCompletionChunk", openai_types.ChatChunkChoice)
-
-
-class ChatTokenizeOut(Struct):
-    """Answer of /chat_tokenize."""
-
-    tokenize_response: list[native_types.SimpleToken]
-    templated_text: str
 
 
 ROUTES = (
@@ -95,22 +76,40 @@ ROUTES = (
         native_types.CompatBody, list[native_types.GenerateOut], native_types.StreamOut, RUN_ERRORS,
     ),
     Route(
-        "POST", "/tokenize", native.tokenize, "Tokens of a text", native_types.GenerateBody,
-        list[native_types.SimpleToken], errors=BODY_ERRORS,
+        "POST", "/invocations", clouds.invocations, "SageMaker's route: /, chat or completions, by the shape of the body",
+        (native_types.CompatBody, openai_types.ChatBody, openai_types.CompletionBody),
+        (list[native_types.GenerateOut], openai_types.ChatReply, openai_types.CompletionReply),
+        (native_types.StreamOut, openai_types.ChatChunk, openai_types.CompletionChunk), (*RUN_ERRORS, TemplateError),
     ),
     Route(
-        "POST", "/chat_tokenize", openai.chat_tokenize, "The prompt that a conversation becomes, and its tokens",
-        openai_types.ChatTokenizeBody, ChatTokenizeOut, errors=(*BODY_ERRORS, TemplateError),
+        "POST", "/vertex", clouds.vertex, "Vertex AI's route: the texts of several instances", clouds.VertexBody,
+        clouds.Predictions, errors=(*RUN_ERRORS, TemplateError),
+    ),
+    Route(
+        "POST", "/tokenize", tokens.tokenize, "Tokens of a text or of a conversation", tokens.TokenizeBody,
+        (list[native_types.SimpleToken], tokens.Tokenized), errors=(*BODY_ERRORS, TemplateError),
+    ),
+    Route(
+        "POST", "/detokenize", tokens.detokenize, "The text of tokens", tokens.DetokenizeBody, tokens.Detokenized,
+        errors=BODY_ERRORS,
+    ),
+    Route(
+        "POST", "/chat_tokenize", tokens.chat_tokenize, "The prompt that a conversation becomes, and its tokens",
+        openai_types.ChatPrompt, tokens.ChatTokenized, errors=(*BODY_ERRORS, TemplateError),
     ),
     Route(
         "POST", "/v1/chat/completions", openai.chat_completions, "OpenAI's chat completions", openai_types.ChatBody,
-        ChatCompletion, ChatCompletionChunk, (*RUN_ERRORS, TemplateError),
+        openai_types.ChatReply, openai_types.ChatChunk, (*RUN_ERRORS, TemplateError),
     ),
     Route(
-        "POST", "/v1/completions", openai.completions, "OpenAI's completions", openai_types.CompletionBody, Completion,
-        Completion, RUN_ERRORS,
+        "POST", "/v1/completions", openai.completions, "OpenAI's completions", openai_types.CompletionBody,
+        openai_types.CompletionReply, openai_types.CompletionChunk, RUN_ERRORS,
     ),
-    Route("GET", "/v1/models", admin.models, "The model that is served, as OpenAI lists it", reply=admin_types.ModelList),
+    Route("GET", "/v1/models", admin.models, "The model that is served, as OpenAI lists it", reply=admin_types.ModelsOut),
+    Route(
+        "GET", "/v1/models/{model:.+}", admin.model, "The model by its name", reply=admin_types.ModelOut,
+        errors=(ModelNotFound,),
+    ),
     Route("GET", "/info", admin.info, "The model and the limits of the service", reply=admin_types.Info),
     Route("GET", "/health", admin.health, "200 while the service is well, however busy", errors=(Unhealthy,)),
     Route("GET", "/", admin.health, "As /health", errors=(Unhealthy,)),

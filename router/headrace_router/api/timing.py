@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace_router.service import Service, Ticket
 from headrace_router.types import End
 
@@ -11,9 +13,9 @@ def compute_headers(service: Service, characters: int) -> dict[str, str]:
     return {"x-compute-type": service.shard.info.device or "cpu", "x-compute-characters": str(characters)}
 
 
-def time_headers(ticket: Ticket, ends: list[End]) -> dict[str, str]:
+def time_headers(ticket: Ticket, ends: Sequence[End], prompt_tokens: int) -> dict[str, str]:
     """What is known at the end. Times are in whole milliseconds, `x-compute-time` in seconds; the longest of several
-    requests counts, tokens are summed.
+    requests counts, output tokens are summed. `prompt_tokens`: of all prompts of the call.
     """
     inference = max(end.inference_seconds for end in ends)
     tokens = sum(end.generated_tokens for end in ends)
@@ -24,5 +26,5 @@ def time_headers(ticket: Ticket, ends: list[End]) -> dict[str, str]:
     }
     return {
         "x-compute-time": f"{ticket.seconds:.6f}", **{name: str(int(s * 1000)) for name, s in milliseconds.items()},
-        "x-prompt-tokens": str(sum(end.input_length for end in ends)), "x-generated-tokens": str(tokens),
+        "x-prompt-tokens": str(prompt_tokens), "x-generated-tokens": str(tokens),
     }

@@ -10,18 +10,22 @@ from headrace_router.text.stops import StopFinder
 class OutputText:
     """Turns output tokens into the text that leaves. It survives preemption: a half-written character waits here."""
 
-    __slots__ = ("_detokenizer", "_parts", "_special", "_stops")
+    __slots__ = ("_detokenizer", "_parts", "_special", "_stops", "_unstoppable")
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], keep_stop: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], keep_stop: bool, min_tokens: int = 0) -> None:
+        """`min_tokens`: the text of the first ones does not count as the beginning of a stop string."""
         self._detokenizer = Detokenizer(tokenizer.bytes_of, tokenizer.special_ids)
         self._special = tokenizer.special_ids
         self._stops = StopFinder(stops, keep_stop) if stops else None
+        self._unstoppable = min_tokens
         self._parts: list[str] = []
 
     def push(self, token_id: int) -> str:
         """The text that may leave with this token."""
         piece = self._detokenizer.push(token_id)
-        if piece and self._stops is not None:
+        if self._unstoppable:
+            self._unstoppable -= 1
+        elif piece and self._stops is not None:
             piece = self._stops.push(piece)
         if piece:
             self._parts.append(piece)

@@ -17,6 +17,13 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> list[int]:
     return list(tokenizer.bytes_of(token_id))
 
 
+def character_count(tokenizer: Tokenizer, token_id: int) -> int:
+    """How many characters begin in a token; a special one adds none to a text."""
+    if token_id in tokenizer.special_ids:
+        return 0
+    return sum(byte & 0xC0 != 0x80 for byte in tokenizer.bytes_of(token_id))  # continuation bytes begin none
+
+
 def openai_token(tokenizer: Tokenizer, token_id: int) -> str:
     """The text of one token as OpenAI's log probabilities show it: `bytes:\\xe2\\x80` for part of a character."""
     data = tokenizer.bytes_of(token_id)

@@ -6,9 +6,18 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Watermark:
+    """A green list of `gamma` of the vocabulary, whose logits get `delta` more (Kirchenbauer et al. 2023)."""
+
+    gamma: float = 0.5
+    delta: float = 2.0
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """All filters off and greedy by default. Applied in the order of the fields, on the processed logits."""
 
+    watermark: Watermark | None = None
     repetition_penalty: float = 1.0  # Keskar et al. 2019, over prompt and output
     frequency_penalty: float = 0.0  # times the count in the output (OpenAI's definition)
     presence_penalty: float = 0.0  # once for each token in the output (OpenAI's definition)
@@ -26,4 +35,5 @@ class SamplingParams:
         """Whether the logits are changed before the choice."""
         return bool(
             self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty or self.logit_bias
+            or self.watermark
         )

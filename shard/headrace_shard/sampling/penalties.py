@@ -1,4 +1,4 @@
-"""Changes to the logits before the choice: penalties, bias, forbidden ends."""
+"""Changes to the logits before the choice: watermark, penalties, bias, forbidden ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from headrace_shard.sampling.params import SamplingParams
+from headrace_shard.sampling.watermark import green_list
 
 Ids = npt.NDArray[np.int32]
 
@@ -20,6 +21,9 @@ def process(logits: torch.Tensor, params: SamplingParams, prompt: Ids, output: I
         prompt, output: the request's token ids so far.
         forbidden: ids that may not be chosen now (end tokens before the minimum length).
     """
+    if params.watermark is not None:
+        last = int(output[-1] if len(output) else prompt[-1])
+        logits[green_list(last, len(logits), params.watermark.gamma).to(logits.device)] += params.watermark.delta
     if params.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(np.concatenate((prompt, output))).astype(np.int64)).to(logits.device)
         scores = logits[seen]

@@ -25,13 +25,14 @@ class Row:
     index: int
     forbidden: Sequence[int]
     top_n: int
+    allowed: npt.NDArray[np.bool_] | None = None  # [vocab] what a grammar lets follow
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Results by row. `failed`: the logits are not numbers; the row's other values mean nothing.
 
-    Log probabilities are of the model's raw distribution, before penalties, temperature and filters.
+    Log probabilities are of the model's raw distribution, before grammars, penalties, temperature and filters.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -46,10 +47,10 @@ def choose(logits: torch.Tensor, rows: Sequence[Row]) -> Choice:
     failed = ~log_total.isfinite()
     if bool(failed.any()):
         logits = torch.where(failed[:, None], 0.0, logits)
-    scores = logits
+    scores = _masked(logits, rows)
     changed = [i for i, row in enumerate(rows) if row.params.processes or row.forbidden]
     if changed:
-        scores = logits.clone()
+        scores = logits.clone() if scores is logits else scores
         for i in changed:
             process(scores[i], rows[i].params, rows[i].prompt, rows[i].output, rows[i].forbidden)
     tokens = scores.argmax(-1)
@@ -60,6 +61,20 @@ def choose(logits: torch.Tensor, rows: Sequence[Row]) -> Choice:
         tokens[at] = _draw(picked, [rows[i] for i in drawn])
     logprobs = logits.gather(1, tokens[:, None])[:, 0] - log_total
     return Choice(tokens.cpu().numpy(), logprobs.cpu().numpy(), failed.cpu().numpy(), _top(logits, log_total, rows))
+
+
+def _masked(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Logits [rows, vocab] with -inf where a row's grammar lets nothing follow; the same tensor if no row has one."""
+    masks = [(i, row.allowed) for i, row in enumerate(rows) if row.allowed is not None]
+    if not masks:
+        return logits
+    allowed = torch.from_numpy(np.stack([mask for _, mask in masks])).to(logits.device)
+    if len(masks) == len(rows):
+        return torch.where(allowed, logits, -torch.inf)
+    scores = logits.clone()
+    for (i, _), mask in zip(masks, allowed, strict=True):
+        scores[i].masked_fill_(~mask, -torch.inf)
+    return scores
 
 
 def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -129,9 +144,13 @@ def _top(logits: torch.Tensor, log_total: torch.Tensor, rows: Sequence[Row]) -> 
         return {}
     most = max(rows[i].top_n for i in asked)
     at = torch.tensor(asked, device=logits.device)
-    values, ids = logits[at].topk(min(most, logits.shape[1]), dim=-1)
-    logprobs = (values - log_total[at, None]).tolist()
+    found = most_likely(logits[at], log_total[at], most)
     return {
-        i: (names[: rows[i].top_n], lps[: rows[i].top_n])
-        for i, names, lps in zip(asked, ids.tolist(), logprobs, strict=True)
+        i: (ids[: rows[i].top_n], logprobs[: rows[i].top_n]) for i, (ids, logprobs) in zip(asked, found, strict=True)
     }
+
+
+def most_likely(logits: torch.Tensor, log_total: torch.Tensor, count: int) -> list[tuple[list[int], list[float]]]:
+    """For each row of logits [rows, vocab]: the `count` most likely tokens and their log probabilities."""
+    values, ids = logits.topk(min(count, logits.shape[1]), dim=-1)
+    return list(zip(ids.tolist(), (values - log_total[:, None]).tolist(), strict=True))

@@ -23,8 +23,8 @@ LIMITS = Limits(512, 1024, 8, 100, 2, 4, 5, 4)
     (Sampling(typical_p=1.0), "`typical_p` must be > 0.0 and < 1.0"),
     (Sampling(top_k=-1), "`top_k` must be strictly positive"),
     (Sampling(temperature=float("nan")), "`temperature` must be strictly positive"),
-    (Sampling(temperature=2e6), "`temperature` must be <= 1000000"),
-    (Sampling(repetition_penalty=2e6), "`repetition_penalty` must be <= 1000000"),
+    (Sampling(temperature=2e6), "`temperature` must be <= 1000000. Given: 2000000.0"),
+    (Sampling(repetition_penalty=2e6), "`repetition_penalty` must be <= 1000000. Given: 2000000.0"),
 ])
 def test_native_sampling(given: Sampling, text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:

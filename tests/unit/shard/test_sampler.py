@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace_shard.sampling.filters import CANDIDATES, Filters, best, decided_by_candidates, kept
-from headrace_shard.sampling.params import SamplingParams
+from headrace_shard.sampling.params import SamplingParams, Watermark
 from headrace_shard.sampling.penalties import process
 from headrace_shard.sampling.sampler import Row, choose
 
@@ -148,3 +148,19 @@ def test_penalties_follow_their_formulas() -> None:
     process(logits, params, prompt, output, [3])
     # seen tokens: positive ones halved, negative ones doubled; then 0.5 a use and 0.25 once, over the output
     assert logits.tolist() == [1.0, -4.0, 0.5 - 2 * 0.5 - 0.25, -math.inf, 2.0]
+
+
+def test_a_watermark_prefers_half_of_the_vocabulary_by_the_last_token() -> None:
+    def process_one(prompt: list[int], output: list[int]) -> torch.Tensor:
+        logits = torch.zeros(1000)
+        params = SamplingParams(watermark=Watermark())
+        process(logits, params, np.array(prompt, dtype=np.int32), np.array(output, dtype=np.int32), [])
+        return logits
+
+    marked = process_one([5, 7], [])
+    assert sorted(marked.tolist()) == [0.0] * 500 + [2.0] * 500
+    assert torch.equal(process_one([1], [3, 7]), marked)
+    assert not torch.equal(process_one([5, 8], []), marked)
+    # the green list of TGI and of the authors' own code: the key times the last token seeds torch's permutation
+    expected = torch.randperm(1000, generator=torch.Generator().manual_seed(15485863 * 7))[:500]
+    assert bool((marked[expected] == 2.0).all())

@@ -1,0 +1,1 @@
+"""Grammars in a shard: compiled beside the steps, their masks filled while the forward pass runs."""
