@@ -94,12 +94,13 @@ def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         np.array([p.seed for p in params], dtype=np.uint64), np.array([row.index for row in rows], dtype=np.int64)
     )
     u = torch.from_numpy(draws).to(scores.device)[:, None]
-    log_total = scaled.logsumexp(-1, keepdim=True)
+    log_total = torch.zeros(len(rows), 1, device=scores.device)  # of the rows that have a filter
     tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
     whole = what.off.clone()  # rows that are decided on the whole vocabulary
     filtered = (~whole).nonzero()[:, 0]
     if len(filtered):
         few = what.take(filtered)
+        log_total[filtered] = scaled[filtered].logsumexp(-1, keepdim=True)
         values, ids = flt.best(scaled[filtered])
         decided = flt.decided_by_candidates(values, log_total[filtered], few)
         ids, order = ids.sort(-1)
@@ -114,6 +115,7 @@ def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 
 _CHUNK = 64
+_LEAST = -80.0  # exp of less is no normal float32
 
 
 def _invert(values: torch.Tensor, keep: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -121,7 +123,8 @@ def _invert(values: torch.Tensor, keep: torch.Tensor, u: torch.Tensor) -> torch.
 
     In two stages, sums of chunks first, so that a whole vocabulary costs one pass and rounding stays at 1e-7.
     """
-    p = torch.where(keep, (values - values.amax(-1, keepdim=True)).exp(), 0)
+    # exp is many times slower where its result is no normal number; whatever is that small is never drawn.
+    p = torch.where(keep, (values - values.amax(-1, keepdim=True)).clamp_min(_LEAST).exp(), 0)
     p = torch.nn.functional.pad(p, (0, -p.shape[1] % _CHUNK)).view(len(p), -1, _CHUNK)
     sums = p.sum(-1, dtype=torch.float64)
     cumulative = sums.cumsum(-1)
