@@ -11,12 +11,12 @@ from headrace_router import sse
 from headrace_router.api import openai_types as shapes
 from headrace_router.api.bodies import read_json
 from headrace_router.api.caller import CALLER
+from headrace_router.api.chat_replies import ChatReplies
 from headrace_router.api.chat_requests import prepare_chat
 from headrace_router.api.choices import end_of, run_all
 from headrace_router.api.completion_replies import CompletionReplies
 from headrace_router.api.completion_requests import prepare_completion
-from headrace_router.api.errors import openai_event
-from headrace_router.api.openai_replies import ChatReplies, Replies, usage
+from headrace_router.api.openai_replies import Replies, usage
 from headrace_router.api.openai_requests import Prepared
 from headrace_router.api.timing import compute_headers, time_headers
 from headrace_router.merge import merge
@@ -46,7 +46,7 @@ async def answer_chat(
     """The answer to a body of /v1/chat/completions."""
     ticket.take()
     prepared = await prepare_chat(service, body, request[CALLER])
-    return await _answer(request, service, ticket, prepared, ChatReplies(service, prepared))
+    return await answer_prepared(request, service, ticket, prepared, ChatReplies(service, prepared))
 
 
 async def answer_completion(
@@ -55,12 +55,13 @@ async def answer_completion(
     """The answer to a body of /v1/completions."""
     ticket.take()
     prepared = await prepare_completion(service, body, request[CALLER])
-    return await _answer(request, service, ticket, prepared, CompletionReplies(service, prepared))
+    return await answer_prepared(request, service, ticket, prepared, CompletionReplies(service, prepared))
 
 
-async def _answer(
+async def answer_prepared(
     request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Replies
 ) -> web.StreamResponse:
+    """The answer to a call that is checked."""
     ticket.take(len(prepared.requests) - 1)
     ticket.submitted()
     headers = compute_headers(service, prepared.characters)
@@ -89,10 +90,10 @@ async def _stream(
                 if data := b"".join(frames):
                     await response.write(data)
             in_order = [ends[index] for index in sorted(ends)]
-            last = (replies.usage_frame(in_order) if prepared.shown.include_usage else b"") + sse.DONE
+            last = replies.last_frames(in_order)
         except HeadraceError as error:
             ticket.fail(error)
-            last = openai_event(error)
+            last = replies.error_frames(error)
         await response.write(last)
         await response.write_eof()
         return response

@@ -32,6 +32,8 @@ def _template_message(message: dict[str, Any], index: int) -> dict[str, Any]:
         made["content"] = "".join(part["text"] for part in made["content"])
     elif "content" not in made:
         made["content"] = ""
+    if "function_call" in made:
+        made["function_call"] = _template_call({"function": made["function_call"]}, index)["function"]
     if "tool_calls" in made:
         made["tool_calls"] = [_template_call(call, index) for call in made["tool_calls"]]
     return made

@@ -12,7 +12,8 @@ class MessageReader:
 
     def __init__(self, reasoning: ReasoningReader | None, tools: Machine | None, parallel: bool = True) -> None:
         self._reasoning, self._tools, self._parallel = reasoning, tools, parallel
-        self.calls = 0  # begun
+        self.calls = 0  # told
+        self._begun = 0
         self.reasoning_tokens = 0
 
     def push(self, text: str) -> list[Part]:
@@ -44,7 +45,9 @@ class MessageReader:
     def _counted(self, parts: list[Part]) -> list[Part]:
         made: list[Part] = []
         for part in parts:
-            self.calls += isinstance(part, CallBegin)
-            if isinstance(part, Text) or self._parallel or self.calls < 2:
+            begins = isinstance(part, CallBegin)
+            self._begun += begins
+            if isinstance(part, Text) or self._parallel or self._begun < 2:
+                self.calls += begins
                 made.append(part)
         return made

@@ -15,9 +15,12 @@ from typing import Any, Literal, TypeVar
 from headrace._common.errors import StartupError, TemplateError
 from headrace._common.model_folder import ModelFolder, read_text
 from headrace._common.tokenizing import Piece, Tokenizer
+from headrace_router.text import reasoning
 from headrace_router.text.chat import ChatEncoder, Marked, template_messages
 from headrace_router.text.normalize import normalize
 from headrace_router.text.template import MAX_SECONDS, ChatTemplate
+from headrace_router.text.tools import formats
+from headrace_router.text.tools.prompting import adapt
 
 T = TypeVar("T")
 
@@ -45,8 +48,11 @@ class ChatPrompt:
 class TextPool:
     """The model's tokenizer and chat template behind a few threads."""
 
-    def __init__(self, folder: ModelFolder, workers: int, template_path: str | None, normalize: str = "none") -> None:
-        """`normalize`: one of `normalize.MODES`.
+    def __init__(
+        self, folder: ModelFolder, workers: int, template_path: str | None, normalize: str = "none",
+        tool_parser: str = "auto", reasoning_parser: str = "auto",
+    ) -> None:
+        """`normalize`, `tool_parser`, `reasoning_parser`: as the router's settings have them.
 
         Raises:
             StartupError: the tokenizer or the template file cannot be read.
@@ -54,6 +60,8 @@ class TextPool:
         self.tokenizer = Tokenizer(folder.tokenizer_path)
         self._chat = ChatEncoder(self.tokenizer)
         self._template, self._template_error = _load_template(folder, template_path)
+        self.tools = formats.choose(tool_parser, self.mentions)
+        self.reasoning = reasoning.choose(reasoning_parser, self.mentions)
         self._mode = normalize
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
 
@@ -137,11 +145,13 @@ class TextPool:
         ready = template_messages(messages)
         if not self._template.mentions("developer"):  # the newer name of the system role
             ready = [{**m, "role": "system"} if m["role"] == "developer" else m for m in ready]
+        if turn is None:
+            last = ready[-1]
+            turn = "continue" if last["role"] == "assistant" and not last.get("tool_calls") else "new"
+        ready = adapt(ready, variables.get("tools"), self._template.mentions)
         ready = [{**m, "content": self.normalize(m["content"])} for m in ready]
         marked = Marked([*ready, variables], self._chat.control)
         *made, extra = marked.messages
-        if turn is None:
-            turn = "continue" if made[-1]["role"] == "assistant" and not made[-1].get("tool_calls") else "new"
         final = made[-1]["content"]
         rendered = self._template.render(made, add_generation_prompt=turn == "new", **extra)
         if turn == "continue":
