@@ -15,12 +15,13 @@ HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-
 _BREAKS = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
 
 
-def frame(data: bytes) -> bytes:
-    """One event. `data` is JSON in UTF-8, which holds no CR and LF."""
+def frame(data: bytes, name: str | None = None) -> bytes:
+    """One event. `data` is JSON in UTF-8, which holds no CR and LF. `name`: of the kind of event, where an API names them."""
     if not data.isascii():
         for raw, escaped in _BREAKS:
             data = data.replace(raw, escaped)
-    return b"data: " + data + b"\n\n"
+    head = f"event: {name}\n".encode() if name is not None else b""
+    return head + b"data: " + data + b"\n\n"
 
 
 async def open_stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:

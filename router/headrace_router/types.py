@@ -86,6 +86,7 @@ class End:
     cached_tokens: int
     queue_seconds: float  # from submit to admission
     inference_seconds: float  # from admission to this token
+    stop_string: str | None = None  # that ended it
 
 
 @dataclass(slots=True)

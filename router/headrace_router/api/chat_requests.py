@@ -40,17 +40,18 @@ class PreparedChat(Prepared):
     reading: Reading
 
 
-async def prepare_chat(service: Service, body: ChatBody, caller: Caller) -> PreparedChat:
-    """Check a chat call and render and tokenize its conversation.
+async def prepare_chat(service: Service, body: ChatBody, caller: Caller, rules: Rules | None = None) -> PreparedChat:
+    """Check a chat call and render and tokenize its conversation. `rules`: of another API that it came through.
 
     Raises:
         InvalidRequest: a rule is broken.
         TemplateError: the model's template refuses the conversation, or there is none.
     """
     limits = service.limits
-    rules, max_tokens = CHAT, body.max_tokens
+    max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
-        rules, max_tokens = NEWER, body.max_completion_tokens
+        rules, max_tokens = rules or NEWER, body.max_completion_tokens
+    rules = rules or CHAT
     check_least(rules.max_new_tokens, max_tokens, 1)
     n, best_of = choices_of(body, limits)
     check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)

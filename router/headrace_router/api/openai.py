@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from typing import Protocol
 
 from aiohttp import web
 
@@ -16,12 +17,28 @@ from headrace_router.api.chat_requests import prepare_chat
 from headrace_router.api.choices import end_of, run_all
 from headrace_router.api.completion_replies import CompletionReplies
 from headrace_router.api.completion_requests import prepare_completion
-from headrace_router.api.openai_replies import Replies, usage
+from headrace_router.api.openai_replies import usage
 from headrace_router.api.openai_requests import Prepared
 from headrace_router.api.timing import compute_headers, time_headers
 from headrace_router.merge import merge
 from headrace_router.service import SERVICE, Service, Ticket
-from headrace_router.types import End
+from headrace_router.types import End, Token
+
+
+class Answers(Protocol):
+    """How an API writes what came of a call."""
+
+    def frames(self, index: int, token: Token) -> bytes:
+        """The events of one token of a choice."""
+
+    def last_frames(self, ends: list[End]) -> bytes:
+        """The end of a stream. `ends`: by request."""
+
+    def error_frames(self, error: HeadraceError) -> bytes:
+        """The end of a stream that fails."""
+
+    def whole(self, choices: list[list[Token]]) -> bytes:
+        """The answer of a call that does not stream."""
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -59,7 +76,7 @@ async def answer_completion(
 
 
 async def answer_prepared(
-    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Replies
+    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Answers
 ) -> web.StreamResponse:
     """The answer to a call that is checked."""
     ticket.take(len(prepared.requests) - 1)
@@ -74,7 +91,7 @@ async def answer_prepared(
 
 
 async def _stream(
-    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Replies, headers: dict[str, str]
+    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Answers, headers: dict[str, str]
 ) -> web.StreamResponse:
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(service.engine.submit(r)) for r in prepared.requests]

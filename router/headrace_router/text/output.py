@@ -41,6 +41,11 @@ class OutputText:
         """A stop string is complete."""
         return self._stops is not None and self._stops.found is not None
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that is complete."""
+        return self._stops.found if self._stops is not None else None
+
     def finish(self) -> str:
         """What is left when no token follows: bytes that never became a character, text held for a stop string."""
         if self.stopped:
