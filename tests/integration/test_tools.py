@@ -270,7 +270,7 @@ async def test_auto_holds_the_model_to_nothing(server: Running) -> None:
     ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "same name"), ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "length"),
     ({"functions": []}, "functions", "exclude"), ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice", "exclude"),
-    ({"guided_regex": "a"}, "response_format", "not supported together"),
+    ({"guided_regex": "a"}, "tools", "not supported"),
     ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
         "type": "object", "properties": {"a": {"uniqueItems": True}}}}}]}, "tools", "uniqueItems"),
 ])

@@ -98,7 +98,7 @@ async def _with_calls(
             raise InvalidRequest("a grammar and a function that must be called exclude each other", "tool_choice")
         return await checked(service, forced_calls(name, use, marked), "tools")
     if grammar is not None:
-        return await checked(service, calls_or_body(name, use, grammar, "response_format"), "response_format")
+        return await checked(service, calls_or_body(name, use, grammar), "tools")
     return await checked(service, free_calls(name, use), "tools") if use.strict else None
 
 

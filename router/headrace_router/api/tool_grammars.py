@@ -75,20 +75,19 @@ def free_calls(name: str, use: ToolUse) -> Grammar:
     return _lark(f"start: {_FREE[name]}\ncalls: call", style, use.functions)
 
 
-def calls_or_body(name: str, use: ToolUse, body: Grammar, field: str) -> Grammar:
-    """An output that either calls functions or is as `response_format` has it. Only where a marker tells the two apart.
+def calls_or_body(name: str, use: ToolUse, body: Grammar) -> Grammar:
+    """An output that either calls functions or is as `body` has it. Only where a marker tells the two apart.
 
     Raises:
         InvalidRequest: this format or this kind of grammar is not offered so, or the schemas are too large.
     """
     if name != "hermes" or body.kind not in ("json_schema", "json_object"):
-        raise InvalidRequest(f"`{field}` and `tools` are not supported together with this model", field)
+        raise InvalidRequest("`tools` beside this kind of grammar are not supported with this model", "tools")
     try:
         schema = json.loads(body.source or '{"type": "object"}')
     except (ValueError, RecursionError):
-        raise InvalidRequest(f"`{field}` is not valid: the schema is not JSON", field) from None
-    if not isinstance(schema, dict):
-        raise InvalidRequest(f"`{field}` is not valid: a schema is a JSON object", field)
+        schema = None
+    assert isinstance(schema, dict)  # it was compiled before
     style = _STYLES[name]
     more = f"({_literal(style.separator)} call)*" if use.parallel is not False else ""
     text = f"start: call {more} | body\nbody: %json {_dumps({'x-guidance': _BODY_SPACING, **schema})}"

@@ -68,13 +68,13 @@ def test_free() -> None:
 
 
 def test_calls_or_a_body() -> None:
-    grammar = calls_or_body("hermes", USE, Grammar("json_schema", '{"type": "array", "items": {"type": "null"}}'), "x")
+    grammar = calls_or_body("hermes", USE, Grammar("json_schema", '{"type": "array", "items": {"type": "null"}}'))
     assert allows(grammar, "[null, null]")
     assert allows(grammar, f"{H}\n{G}")
     assert not allows(grammar, "text")
     assert not allows(grammar, "[1]")
-    assert allows(calls_or_body("hermes", USE, Grammar("json_object", ""), "x"), '{"b": 1}')
+    assert allows(calls_or_body("hermes", USE, Grammar("json_object", "")), '{"b": 1}')
     json_object, regex = Grammar("json_object", ""), Grammar("regex", "a")
     for name, body in (("llama3_json", json_object), ("mistral", json_object), ("hermes", regex)):
-        with pytest.raises(InvalidRequest, match="together"):
-            calls_or_body(name, USE, body, "x")
+        with pytest.raises(InvalidRequest, match="beside"):
+            calls_or_body(name, USE, body)
