@@ -13,6 +13,7 @@ from headrace._common.errors import InvalidRequest
 from headrace._common.grammars import Grammar, GrammarError, read
 from headrace_router.api.tool_types import FunctionTool
 from headrace_router.api.tools import ToolUse
+from headrace_router.text.tools.formats import FORMATS
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PLAIN_KEYS = frozenset(("type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"))
@@ -36,7 +37,7 @@ _STYLES = {
     "llama3_json": _Style('{"name": ', ', "parameters": ', "}", separator="; "),
     "mistral": _Style('{"name": ', ', "arguments": ', "}", "[", ", ", "]"),
 }
-_STYLES["pythonic"] = _STYLES["llama3_json"]
+_STYLES |= {made.name: _STYLES[made.forced] for made in FORMATS.values() if made.forced}
 # what an output that calls nothing may be, and what stands before a call
 _FREE = {
     "hermes": ('(free calls)* rest\nfree[suffix="<tool_call>"]: /(.|\\n)*/\n'

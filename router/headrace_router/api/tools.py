@@ -140,9 +140,10 @@ class Reading:
     def _machine(self, whole: bool) -> Machine | None:
         if self.use is None:
             return None
-        names = frozenset(function.name for function in self.use.functions)
+        tools = {function.name: function.schema for function in self.use.functions}
         if self.inside:
-            return Mistral(names, whole, inside=True)
-        # a call that a grammar writes is JSON
-        made = FORMATS["llama3_json"] if self.use.forced and self.pool.tools.name == "pythonic" else self.pool.tools
-        return made.machine(names, whole)
+            return Mistral(tools, whole, inside=True)
+        made = self.pool.tools
+        if self.use.forced and made.forced:
+            made = FORMATS[made.forced]
+        return made.machine(tools, whole)

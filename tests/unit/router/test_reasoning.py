@@ -30,7 +30,7 @@ CASES = [
 
 
 def reader(begun: bool) -> MessageReader:
-    return MessageReader(ReasoningReader(THINK, begun), Hermes(["f"], False))
+    return MessageReader(ReasoningReader(THINK, begun), Hermes({"f": {}}, False))
 
 
 @pytest.mark.parametrize(("text", "begun", "expected"), CASES)
@@ -67,5 +67,5 @@ def test_the_template_says_which_tags() -> None:
 
 def test_calls_after_the_first_are_dropped_where_one_is_allowed() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    made = MessageReader(None, Hermes(["f"], False), parallel=False).whole([call, call, " x"], False)
+    made = MessageReader(None, Hermes({"f": {}}, False), parallel=False).whole([call, call, " x"], False)
     assert made == [CallBegin("f"), Arguments("{}"), Text("x")]

@@ -34,7 +34,8 @@ M2 = '[{"name": "f", "arguments": {"a": 5}}, {"name": "f", "arguments": {"a": 6}
 
 @pytest.mark.parametrize(("name", "good", "bad"), [
     ("hermes", [H, G], ["", "x" + H, f"{H}\n{H}", H.replace("5", '"5"'), H.replace("5", '5, "b": 1'), H.replace("f", "h")]),
-    ("llama3_json", [L], [f"{L}; {L}"]), ("pythonic", [L], []), ("mistral", [M], [f"[TOOL_CALLS]{M}", M2]),
+    ("llama3_json", [L], [f"{L}; {L}"]), ("qwen3_coder", [H], []),
+    ("pythonic", [L], []), ("mistral", [M], [f"[TOOL_CALLS]{M}", M2]),
 ])
 def test_forced(name: str, good: list[str], bad: list[str]) -> None:
     grammar = forced_calls(name, USE, marked=True)
@@ -47,7 +48,7 @@ def test_several(name: str, text: str) -> None:
     assert allows(forced_calls(name, SEVERAL, marked=True), text)
     marker = "[TOOL_CALLS]" if name == "mistral" else ""
     assert allows(forced_calls(name, SEVERAL, marked=False), marker + text)
-    machine = FORMATS[name].machine(["f", 'g"é'], False)
+    machine = FORMATS[name].machine({"f": {}, 'g"é': {}}, False)
     parts = machine.push("[TOOL_CALLS]" * (name == "mistral") + text) + machine.finish(False)
     assert [type(part) for part in parts] == [CallBegin, Arguments] * 2
 

@@ -15,7 +15,9 @@ from headrace_router.text.tools.formats import FORMATS, choose
 from headrace_router.text.tools.json_calls import Mistral
 from headrace_router.text.tools.machine import Machine
 
-NAMES = ("f", "get_weather", "g")
+NAMES: dict[str, dict[str, Any]] = {
+    "f": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}, "get_weather": {}, "g": {},
+}
 
 
 def parse(machine: Machine, pieces: list[str], cut: bool = False) -> list[Part]:
@@ -63,6 +65,12 @@ WELL_FORMED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("pythonic", "[f(a=1), g()]", "", [F1, ("g", "{}")]),
     ("pythonic", "x<|python_start|>[get_weather(city='B)\\'', b=[1, {'c': true}])]<|python_end|>", "x",
      [("get_weather", '{"city": "B)\'", "b": [1, {"c": true}]}')]),
+    ("qwen3_coder", "I look.\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+     "I look.", [F1]),
+    ("qwen3_coder",
+     "<tool_call><function=f><parameter=s>\n1\n<b>\n</parameter><parameter=a>x</parameter></function></tool_call>", "",
+     [("f", '{"s": "1\\n<b>", "a": "x"}')]),
+    ("qwen3_coder", "<tool_call><function=g></function></tool_call>\nx", "x", [("g", "{}")]),
 ]
 MALFORMED = [
     ("hermes", "<tool_call>never mind</tool_call>"), ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
@@ -74,6 +82,8 @@ MALFORMED = [
     ("llama3_json", '{"name": "f'), ("mistral", "[TOOL_CALLS]"), ("mistral", "[TOOL_CALLS]what is this{}"),
     ("mistral", '[TOOL_CALLS][{"name": "unknown", "arguments": {}}]'), ("pythonic", "[1, 2]"), ("pythonic", "[f(1)]"),
     ("pythonic", "[f(a=b)]"), ("pythonic", "[f(a=1"), ("pythonic", "[]"), ("pythonic", "[f(a=(]"), ("pythonic", "[f(**x)]"),
+    ("qwen3_coder", "<tool_call><function=unknown></function></tool_call>"), ("qwen3_coder", "<tool_call>{}</tool_call>"),
+    ("qwen3_coder", "<tool_call><function=f"),
 ]
 
 
@@ -129,7 +139,8 @@ def cuts(text: str, places: list[int]) -> list[str]:
 
 TEXTS = [(n, t) for n, t, _, _ in WELL_FORMED] + MALFORMED + [("hermes", BROKEN)]
 PIECES = ["<tool_call>", "</tool_call>", "{", "}", '"name"', '"f"', ": ", ", ", '"arguments"', "[TOOL_CALLS]", "[", "]", "f(",
-          ")", "a=1", "<|python_tag|>", "\n", "x", '{"name": "f", "arguments": {}}', '"parameters"', "\\", "1"]
+          ")", "a=1", "<|python_tag|>", "\n", "x", '{"name": "f", "arguments": {}}', '"parameters"', "\\", "1",
+          "<function=f>", "<parameter=a>", "</parameter>", "</function>"]
 
 
 @given(st.sampled_from(TEXTS), st.lists(st.integers(0, 300)), st.booleans(), st.booleans())
@@ -171,6 +182,7 @@ def test_arguments_survive(arguments: dict[str, Any], ascii_only: bool, indent: 
 @pytest.mark.parametrize(("template", "name"), [
     ("... <tool_call>\n{...}\n</tool_call>", "hermes"), ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3_json"), ("[func_name1(params)]", "pythonic"), ("", "hermes"),
+    ("<tool_call>\n<function=x>", "qwen3_coder"),
 ])
 def test_the_template_says_which_format(template: str, name: str) -> None:
     assert choose("auto", lambda text: text in template).name == name

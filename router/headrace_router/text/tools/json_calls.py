@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from typing import Any
 
-from headrace_router.text.tools.machine import Call, End, Machine, Malformed, Reading
+from headrace_router.text.tools.machine import Call, End, Machine, Malformed, Reading, Tools
 
 _ARGUMENTS = ("arguments", "parameters")
 _AFTER_NAME = re.compile(r"\[(?:ARGS|CALL_ID)\]")
@@ -107,9 +107,9 @@ class Mistral(JsonMachine):
         inside: the marker is the end of the prompt.
     """
 
-    def __init__(self, names: Collection[str], whole: bool, inside: bool = False) -> None:
+    def __init__(self, tools: Tools, whole: bool, inside: bool = False) -> None:
         self._inside = inside
-        super().__init__(names, whole)
+        super().__init__(tools, whole)
 
     def read_output(self) -> Reading:
         while True:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Generator
+from collections.abc import Generator, Mapping
+from typing import Any
 
 from headrace_router.text.parts import Arguments, CallBegin, Part, Text, merged
 from headrace_router.text.tools.json_scanner import JsonScanner
 
+Tools = Mapping[str, dict[str, Any]]
 Reading = Generator[None, str | None, None]  # reads characters; None: there are no more
 
 
@@ -38,12 +40,12 @@ class Machine:
     """Reads the output of a model.
 
     Args:
-        names: of the tools; a call of another one is text.
+        tools: the schemas of their arguments by their names; a call of another one is text.
         whole: tell a call only when it is whole, so that one that breaks off is text; else its arguments as they come.
     """
 
-    def __init__(self, names: Collection[str], whole: bool) -> None:
-        self._names, self._whole = names, whole
+    def __init__(self, tools: Tools, whole: bool) -> None:
+        self._tools, self._whole = tools, whole
         self._parts: list[Part] = []
         self._held: list[str] = []  # what was read and is neither told nor dropped
         self._again: str | None = None  # to be read once more
@@ -215,6 +217,6 @@ class Machine:
         Raises:
             Malformed: there is no such tool.
         """
-        if not isinstance(name, str) or name not in self._names:
+        if not isinstance(name, str) or name not in self._tools:
             raise Malformed
         return name

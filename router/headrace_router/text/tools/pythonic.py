@@ -55,7 +55,7 @@ class Pythonic(Machine):
         name, char = "", (yield from self.skip_blanks())
         while char != "(":
             name += char
-            if not any(known.startswith(name) for known in self._names):
+            if not any(known.startswith(name) for known in self._tools):
                 raise self.refuse(char)
             char = yield from self.read()
         self.check_name(name)
