@@ -16,7 +16,7 @@ PROTO := proto/headrace/v1/generation.proto
 GENERATED := proto/headrace/v1/generation_pb2_grpc.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto run chat test test-failures test-image lint bench clean
+.PHONY: help install proto run chat test test-kernels judges test-failures test-image lint bench bench-peers clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{ t = $$2; $$1 = $$2 = ""; printf "  make %-12s%s\n", t, $$0 }'
@@ -71,10 +71,13 @@ chat: $(VENV)/.headrace-project ## talk to the server that runs on PORT
 
 lint: $(VENV)/.headrace-project $(GENERATED) ## ruff and mypy over the tree
 	$(BIN)/ruff check .
-	$(BIN)/mypy hatch_build.py proto launcher router shard tests $(wildcard bench/*.py examples/*.py)
+	$(BIN)/mypy hatch_build.py proto launcher router shard tests bench examples
 
 test: $(VENV)/.headrace-model $(GENERATED) lint ## lint, then the test suite
 	$(BIN)/python -m pytest $(ARGS)
+
+test-kernels: $(VENV)/.headrace-model $(GENERATED) ## the CPU kernels: a hundred times as many shapes, and the sanitizers (2 min)
+	HEADRACE_TEST_FUZZ=100 $(BIN)/python -m pytest tests/kernels tests/unit/shard/test_kernels.py -m "kernels or not kernels" $(ARGS)
 
 test-failures: $(VENV)/.headrace-model $(GENERATED) ## every row of the failure matrix (some minutes)
 	$(BIN)/python -m pytest tests/failures -m "failures or not failures" -s $(ARGS)
@@ -82,8 +85,14 @@ test-failures: $(VENV)/.headrace-model $(GENERATED) ## every row of the failure 
 test-image: $(VENV)/.headrace-project ## run the Dockerfile's steps in a fresh environment
 	$(BIN)/python tests/image.py
 
+judges: $(VENV)/.headrace-model $(GENERATED) ## client libraries of others against the service (some minutes)
+	HEADRACE_WRITE_VERDICTS=1 $(BIN)/python -m pytest tests/judges -m "judges or not judges" -s $(ARGS)
+
 bench: $(VENV)/.headrace-model $(GENERATED) ## measure, and compare with bench/results
 	$(BIN)/python -m bench $(ARGS)
+
+bench-peers: $(VENV)/.headrace-model $(GENERATED) ## measure beside llama.cpp, OpenVINO, vLLM and others
+	PIP_ARGS='$(PIP_ARGS)' TORCH='$(TORCH)' $(BIN)/python -m bench peers $(ARGS)
 
 clean: ## remove what was built; .venv stays
 	rm -f shard/headrace_shard/kernels/*.so

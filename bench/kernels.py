@@ -21,7 +21,7 @@ from bench.stats import median
 from headrace._common.model_folder import ModelFolder
 from headrace_shard.kv.blocks import BLOCK_SIZE, blocks_for
 from headrace_shard.loading import Loaded, load
-from headrace_shard.settings import ShardSettings
+from headrace_shard.settings import DTYPES, QUANTIZATIONS, ShardSettings
 from headrace_shard.step import Chunk, StepInput
 
 CONTEXT = 192
@@ -91,8 +91,9 @@ def weight_bytes(folder: ModelFolder, dtype: str | None) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
-    parser.add_argument("--model-folder", help="a GGUF's model folder; the embedded model's if not given")
-    parser.add_argument("--dtype", choices=("float32",), help="exact mode")
+    parser.add_argument("--model-folder", help="the embedded model's if not given")
+    parser.add_argument("--dtype", choices=DTYPES, help="float32 is the exact mode")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="what the weights are packed to")
     parser.add_argument("--threads", type=int, default=None, help="all cores if not given")
     parser.add_argument("--seconds", type=float, default=4.0, help="time for each row of the table")
     given = parser.parse_args()
@@ -104,12 +105,13 @@ def main() -> None:
     machine = facts()
     threads = given.threads or machine["cores"]
     settings = ShardSettings(
-        model_folder=path, dtype=given.dtype, threads=threads, max_batch_total_tokens=32 * 256, max_total_tokens=4096
+        model_folder=path, dtype=given.dtype, quantize=given.quantize, threads=threads, max_batch_total_tokens=32 * 256,
+        max_total_tokens=4096,
     )
     loaded = load(settings, folder, "")
-    floor = weight_bytes(folder, given.dtype) / read_bandwidth(threads) * 1000
     print(f"{machine['cpu']}, {threads} threads, load {machine['load_before']}")
-    print(f"{loaded.quantization or loaded.dtype}: reading the weights takes {floor:.1f} ms, {1000 / floor:.0f} tokens/s")
+    print(loaded.roofline)
+    floor = 1000 / loaded.roofline.tokens_per_second
     vocab = loaded.model.vocab_size
     steps = {f"decode {rows}, context {CONTEXT}": (decode_step(rows, CONTEXT, vocab), rows) for rows in (1, 8, 32)}
     steps |= {f"prefill {length}": (prefill_step(length, vocab), length) for length in (128, 256)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import subprocess
 import sys
 import time
@@ -27,10 +28,10 @@ def embedded_model() -> Path:
 class ScriptedShard(Process):
     """The tests' shard without a model, whose steps end at absolute deadlines, as a process of its own."""
 
-    def __init__(self, folder: Path, step_ms: float = 1.0) -> None:
+    def __init__(self, folder: Path, step_ms: float = 1.0, *flags: str) -> None:
         """`folder`: of its socket; `step_ms`: milliseconds from one deadline to the next."""
         self.target = f"unix:{folder}/shard"
-        super().__init__("tests.fakes.scripted_shard", "--target", self.target, "--step-ms", str(step_ms))
+        super().__init__("tests.fakes.scripted_shard", "--target", self.target, "--step-ms", str(step_ms), *flags)
 
 
 class RouterProcess(Process):
@@ -87,6 +88,18 @@ def child_of(pid: int, module: str) -> int:
         if module in child.cmdline():
             return child.pid
     raise LookupError(module)
+
+
+def roofline(log: str) -> float:
+    """Tokens per second that reading the weights allows one stream, as the leading shard's line in the log says.
+
+    Raises:
+        LookupError: there is no such line: torch serves, or the shard is not ready.
+    """
+    found = re.search(r"at most ([\d.]+) tokens/s for one stream", log)
+    if found is None:
+        raise LookupError("the log does not say what the memory allows")
+    return float(found[1])
 
 
 def wait_answer(process: Process, url: str) -> None:

@@ -16,7 +16,7 @@ import uvloop
 
 from bench import load
 from bench.figures import Figure, Result
-from bench.processes import embedded_model
+from bench.processes import embedded_model, roofline
 from bench.prompts import numbered_list
 from bench.stats import median
 from headrace._common.tokenizing import Tokenizer
@@ -69,6 +69,7 @@ def measure() -> Result:
         service.wait_ready()
         theirs.generate(prompt_ids(tokenizer, 0), 8)
         serve(service, [prompt_ids(tokenizer, 0)], 8)
+        most = roofline(service.log())
         rates: dict[str, list[float]] = {"transformers": [], "one": [], "all": []}
         same = 0
         for turn in range(ROUNDS):
@@ -88,10 +89,11 @@ def measure() -> Result:
         Figure("transformers, one stream", "tokens/s", median(rates["transformers"]), samples=tuple(rates["transformers"])),
         Figure("one stream", "tokens/s", median(rates["one"]), samples=tuple(rates["one"])),
         Figure("eight streams, total", "tokens/s", median(rates["all"]), samples=tuple(rates["all"])),
+        Figure("one stream / what memory allows", "x", median(rates["one"]) / most),
         Figure("one stream / transformers", "x", median(ratio), at_least=1.25, samples=tuple(ratio)),
         Figure("eight streams / one stream", "x", median(gain), at_least=3, samples=tuple(gain)),
     ]
-    result.details = {"answers_with_the_text_of_transformers": f"{same} of {ROUNDS}"}
+    result.details = {"answers_with_the_text_of_transformers": f"{same} of {ROUNDS}", "memory_allows_tokens_per_second": most}
     return result
 
 

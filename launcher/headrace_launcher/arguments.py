@@ -15,7 +15,7 @@ from headrace._common import options
 from headrace_launcher import tgi_flags
 from headrace_launcher.settings import LauncherSettings
 from headrace_router.settings import RouterSettings
-from headrace_shard.settings import ShardSettings
+from headrace_shard.settings import ShardSettings, conflict
 
 # Set by the launcher for its children; nobody types them here.
 INTERNAL = frozenset({"model_folder", "model_sha", "rank", "shard_restarts", "shard_target"})
@@ -53,6 +53,8 @@ def plan(given: dict[str, Any], with_router: bool) -> Plan:
     made = Plan(_take(LauncherSettings, values), _take(ShardSettings, values), router)
     _check_shards(made, given.get("sharded"))
     _check_limits(made.shard)
+    if made.shard.dtype is not None and made.shard.quantize is not None:
+        raise click.UsageError(conflict(made.shard.dtype, made.shard.quantize))
     if made.router is not None:
         _check_router(made.router)
     return made

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,6 +15,7 @@ import click
 from headrace import __version__
 from headrace._common import logs, options
 from headrace_launcher import arguments
+from headrace_shard.settings import QUANTIZATIONS
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "auto_envvar_prefix": None}
 
@@ -84,6 +87,11 @@ def chat(prompt: str | None, url: str | None, api_key: str | None, system: str |
 @click.option("--huggingface-hub-cache", help="cache folder of hub models")
 def resolve(model_id: str, revision: str | None, huggingface_hub_cache: str | None) -> int:
     """Download, check and convert a model, and print its model folder."""
+    return _prepare(model_id, revision, huggingface_hub_cache, click.echo)
+
+
+def _prepare(model_id: str, revision: str | None, hub_cache: str | None, use: Callable[[Path], None]) -> int:
+    """Find a model and do something with its folder; the exit status."""
     from headrace._common.errors import StartupError
     from headrace_launcher.models.resolve import resolve as find
     from headrace_launcher.private import CacheProvider
@@ -92,12 +100,26 @@ def resolve(model_id: str, revision: str | None, huggingface_hub_cache: str | No
     log = logging.getLogger(__name__)
     try:
         with contextlib.ExitStack() as stack:
-            caches = CacheProvider(stack, log.warning)
-            click.echo(find(model_id, revision, huggingface_hub_cache, caches, log.info).folder)
+            use(find(model_id, revision, hub_cache, CacheProvider(stack, log.warning), log.info).folder)
     except StartupError as error:
         click.echo(f"error: {error}", err=True)
         return 1
     return 0
+
+
+@headrace.command()
+@click.argument("model_id")
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--quantize", type=click.Choice(QUANTIZATIONS), default="int8", help="8 bits, or 4 with an output head of 8")
+@click.option("--revision", help="branch, tag or commit of a hub model")
+@click.option("--huggingface-hub-cache", help="cache folder of hub models")
+def quantize(model_id: str, output: Path, quantize: str, revision: str | None, huggingface_hub_cache: str | None) -> int:
+    """Pack the safetensors model MODEL_ID once, into the new folder OUTPUT, which is then served as --model-id OUTPUT."""
+    from headrace_launcher.models import packing
+
+    return _prepare(
+        model_id, revision, huggingface_hub_cache, lambda folder: packing.quantize(folder, output.absolute(), quantize)
+    )
 
 
 @headrace.command()

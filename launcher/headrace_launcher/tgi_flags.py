@@ -33,10 +33,8 @@ NOT_BUILT: dict[str, bool] = {
     "--lora-adapters": True,
     "--otlp-endpoint": True,
     "--otlp-service-name": True,
-    "--quantize": True,
     "--rope-factor": True,
     "--rope-scaling": True,
-    "--speculate": True,
     "--trust-remote-code": False,
     "--weights-cache-override": True,
 }

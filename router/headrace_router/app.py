@@ -108,6 +108,7 @@ def make_app(service: Service, cors: Cors) -> web.Application:
     """The application of a service that is ready to run."""
     app = web.Application(middlewares=[name_request, preflights, errors_and_auth])
     app[SERVICE] = service
+    app[sse.SENDER] = sse.Sender()
     app[CORS] = cors
     document = make_document(ROUTES)
     app[DOCS] = Docs(msgspec.json.encode(document), make_page(document).encode())

@@ -54,14 +54,16 @@ class Batcher:
 
     def __init__(
         self, shard: ShardClient, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, max_step_tokens: int = 0,
-        shard_restarts: bool = False,
+        itl_target_ms: int = 0, shard_restarts: bool = False,
     ) -> None:
-        """`max_step_tokens`: token budget of a step, 0 = the shard's own. `shard_restarts`: a dead shard comes back."""
+        """`max_step_tokens`: token budget of a step, 0 = the shard's own. `itl_target_ms`: how long steps with running
+        streams should take, 0 = no matter. `shard_restarts`: a dead shard comes back.
+        """
         self._shard = shard
         self._tokenizer = tokenizer
         self._limits = limits
         self._metrics = metrics
-        self._max_step_tokens = max_step_tokens
+        self._pacing = {"max_step_tokens": max_step_tokens, "itl_target_ms": itl_target_ms}
         self._shard_restarts = shard_restarts
         self._owner = secrets.token_hex(8)
         self._roster = Roster()
@@ -219,7 +221,7 @@ class Batcher:
             return
         request = pb.PrefillRequest(
             batch_id=self._batch_id, owner=self._owner, requests=[entry.to_wire() for entry in entries],
-            max_step_tokens=self._max_step_tokens,
+            **self._pacing,
         )
         self._admitting = True
         await self._send(Call("prefill", self._batch_id, self._shard.stub.Prefill(request), entries))
@@ -231,7 +233,7 @@ class Batcher:
         self._decode_due = False
         if not self._batch_id or (self._calls and self._calls[-1].method == "decode"):
             return
-        request = pb.DecodeRequest(batch_ids=[self._batch_id], owner=self._owner, max_step_tokens=self._max_step_tokens)
+        request = pb.DecodeRequest(batch_ids=[self._batch_id], owner=self._owner, **self._pacing)
         await self._send(Call("decode", self._batch_id, self._shard.stub.Decode(request), []))
 
     # --- reading ---
@@ -265,8 +267,8 @@ class Batcher:
             if entry is None:
                 continue  # has left here
             if detail is not None and detail.is_last:
-                del running[wire_id]
                 send_last(entry, token_id, logprob, token_id in special, detail)
+                self._roster.finish(wire_id)
             elif send_token(entry, token_id, logprob, token_id in special, detail):
                 self._leave(wire_id)
         for told in step.details:
@@ -276,11 +278,13 @@ class Batcher:
             self._requeue(step.preempted)
         if step.cache.blocks:
             self._free_blocks = step.cache.free_blocks
+            self._metrics.prefix_cache_queried_tokens = step.cache.queried_tokens
+            self._metrics.prefix_cache_hit_tokens = step.cache.hit_tokens
         self._count(step, call)
 
     def _end_rest(self, detail: pb.Detail) -> None:
         """A request has ended in the shard: free its place, and fail it if its last token did not come with that."""
-        entry = self._roster.end(detail.request_id)
+        entry = self._roster.finish(detail.request_id)
         if entry is not None:
             self._roster.fail([entry], GenerationFailed(detail.message or "the request ended without its last token"))
         self._unblock()
@@ -293,6 +297,8 @@ class Batcher:
     def _count(self, step: pb.Step, call: Call) -> None:
         metrics, method = self._metrics, call.method
         metrics.batch_inference_count[method] += 1
+        metrics.draft_tokens += step.timings.draft_tokens
+        metrics.accepted_draft_tokens += step.timings.accepted_tokens
         metrics.batch_inference_success[method] += 1
         metrics.batch_inference_duration[method].observe(step.timings.total_us * 1e-6)
         metrics.batch_forward_duration[method].observe(step.timings.forward_us * 1e-6)

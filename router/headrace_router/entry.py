@@ -6,7 +6,7 @@ import time
 
 from headrace.v1 import generation_pb2 as pb
 from headrace_router.streams import TokenStream
-from headrace_router.tenants import CLASSES
+from headrace_router.tenants import CLASSES, Tenant
 from headrace_router.text.output import OutputText
 from headrace_router.types import End, FinishReason, GenerateRequest
 
@@ -18,7 +18,7 @@ class Entry:
     """Everything that is needed to run a request, and to run it again elsewhere from where it was."""
 
     __slots__ = (
-        "admitted", "alone", "arrival", "cached_tokens", "output", "readmitted", "request", "stream", "submitted",
+        "admitted", "alone", "arrival", "cached_tokens", "output", "passed", "readmitted", "request", "stream", "submitted",
         "text", "wire_id",
     )
 
@@ -33,11 +33,20 @@ class Entry:
         self.admitted: float | None = None  # first admission
         self.cached_tokens = 0
         self.readmitted = False  # its batch was lost once
+        self.passed = 0  # later requests that were admitted before it
         self.alone = False  # was refused in company: goes by itself, so that only the guilty one fails
 
     @property
     def workload(self) -> str:
         return self.request.workload
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.request.tenant
+
+    @property
+    def cost(self) -> int:
+        return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def ended(self) -> bool:

@@ -6,34 +6,28 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from headrace._common.errors import HeadraceError
-from headrace_router.streams import Silence, TokenStream
+from headrace_router.streams import TokenStream
 from headrace_router.types import Token
 
 
-async def merge(streams: Sequence[TokenStream], silence: float | None) -> AsyncIterator[list[tuple[int, Token]]]:
-    """(index of the stream, token), a list of all that are there at a time; [] after `silence` seconds without any.
+async def merge(streams: Sequence[TokenStream]) -> AsyncIterator[list[tuple[int, Token]]]:
+    """(index of the stream, token), a list of all that are there at a time.
 
     Raises:
         HeadraceError: one of the streams failed.
     """
-    arrived, quiet = asyncio.Event(), Silence()
+    arrived = asyncio.Event()
     for stream in streams:
         stream.on_arrival(arrived.set)
     open_streams = dict(enumerate(streams))
-    try:
-        while open_streams:
-            if silence is not None:
-                quiet.watch(arrived.set, silence)
-            await arrived.wait()
-            quiet.look_away()
-            arrived.clear()
-            tokens, failed = _take(open_streams)
-            if tokens or failed is None:
-                yield tokens
-            if failed is not None:
-                raise failed
-    finally:
-        quiet.close()
+    while open_streams:
+        await arrived.wait()
+        arrived.clear()
+        tokens, failed = _take(open_streams)
+        if tokens:
+            yield tokens
+        if failed is not None:
+            raise failed
 
 
 def _take(streams: dict[int, TokenStream]) -> tuple[list[tuple[int, Token]], HeadraceError | None]:

@@ -76,6 +76,9 @@ class Metrics:
         self.generated_tokens = Histogram(linear(max_total_tokens))
         self.max_new_tokens = Histogram(linear(max_total_tokens))
         self.input_length = Histogram(linear(max_input_tokens))
+        self.prefix_cache_queried_tokens = 0
+        self.prefix_cache_hit_tokens = 0
+        self.draft_tokens = self.accepted_draft_tokens = 0
         self.batch_next_size = Histogram(SIZES)
         self.batch_inference_count = dict.fromkeys(METHODS, 0)
         self.batch_inference_success = dict.fromkeys(METHODS, 0)
@@ -141,6 +144,13 @@ class Metrics:
         plain("tgi_batch_current_size", "gauge", "Requests that run", gauges.batch_size())
         plain("tgi_batch_current_max_tokens", "gauge", "Tokens that these may grow to", gauges.batch_tokens())
         plain("tgi_batch_max_total_tokens", "gauge", "Tokens that fit at once", gauges.max_batch_total_tokens)
+        plain("headrace_prefix_cache_queried_tokens", "counter", "Prompt tokens admitted", self.prefix_cache_queried_tokens)
+        plain(
+            "headrace_prefix_cache_hit_tokens", "counter", "Prompt tokens that needed no forward pass",
+            self.prefix_cache_hit_tokens,
+        )
+        plain("headrace_draft_tokens", "counter", "Draft tokens computed", self.draft_tokens)
+        plain("headrace_accepted_draft_tokens", "counter", "Draft tokens that were right", self.accepted_draft_tokens)
         histogram("tgi_batch_next_size", "Requests admitted at once", self.batch_next_size)
         labelled("tgi_batch_inference_count", "method", "Calls to the shard", self.batch_inference_count)
         labelled("tgi_batch_inference_success", "method", "Calls that ended well", self.batch_inference_success)

@@ -1,20 +1,35 @@
-"""The waiting requests: first come, first served within a workload class, more urgent classes first.
+"""The waiting requests, and who is next.
 
-Requests that were admitted before and lost their place (preempted, refused for lack of room) go to the head and keep
-their order of arrival.
+- Requests that were admitted before and lost their place (preempted, refused for lack of room) come first, in their order
+  of arrival.
+- Between workload classes the one whose oldest request has waited longest beyond its class's patience is next: chats
+  pass documents, but none waits for ever.
+- Within a class the tenant is next that was given the fewest tokens for its weight (Sheng et al., Fairness in Serving
+  Large Language Models, OSDI 2024: the virtual token counter), and within a tenant the first that came.
+- A request that there is no room for lets later ones pass, but only so many.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from headrace_router.tenants import CLASSES
+from headrace_router.tenants import Tenant
+
+PATIENCE = {"chat": 0.0, "agent": 2.0, "document": 30.0}  # seconds by which a class lets others go before it
+PASSES = 16  # requests that may pass one for which there is no room
+LOOKAHEAD = 32  # requests without room that are passed over at a time
 
 
 class Waiting(Protocol):
-    """What the queue must know of a request."""
+    """What the queue must know of a request, and the one number that it keeps there: how many have passed it."""
+
+    passed: int
+
+    @property
+    def tenant(self) -> Tenant: ...
 
     @property
     def workload(self) -> str: ...
@@ -23,58 +38,103 @@ class Waiting(Protocol):
     def arrival(self) -> int: ...
 
     @property
+    def cost(self) -> int:
+        """Tokens that it may take, prompt included."""
+        ...
+
+    @property
     def ended(self) -> bool: ...
 
 
 W = TypeVar("W", bound=Waiting)
+Line = deque[tuple[float, W]]  # with the second at which it was pushed
 
 
 class RequestQueue(Generic[W]):
     """Requests that wait for a place in the batch. Ended ones (cancelled while they waited) count for nothing."""
 
-    def __init__(self) -> None:
-        self._classes: dict[str, deque[W]] = {name: deque() for name in CLASSES}
-        self._head: deque[W] = deque()  # by arrival
-        self._ended = 0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lines: dict[str, dict[str, Line[W]]] = {name: {} for name in PATIENCE}  # by class and tenant
+        self._head: Line[W] = deque()  # by arrival
+        self._length = 0
+        self._given: dict[str, float] = {}  # tokens by weight, of tenants
+        self._level = 0.0  # what had been given to the tenant that was next last
 
     def __len__(self) -> int:
-        return len(self._head) + sum(len(waiting) for waiting in self._classes.values()) - self._ended
+        return self._length
 
     def push(self, request: W) -> None:
-        """Add a new request at the end of its class."""
-        self._classes[request.workload].append(request)
+        """Add a new request at the end of its tenant's line in its class."""
+        name, lines = request.tenant.name, self._lines[request.workload]
+        if not any(name in others for others in self._lines.values()):
+            # Who was away has not saved anything up.
+            self._given[name] = max(self._given.get(name, 0.0), self._level)
+        lines.setdefault(name, deque()).append((self._clock(), request))
+        self._length += 1
 
     def push_head(self, requests: Iterable[W]) -> None:
         """Put back requests that had their turn already."""
-        self._head = deque(sorted([*self._head, *requests], key=lambda request: request.arrival))
+        back = [(self._clock(), request) for request in requests if not request.ended]
+        self._head = deque(sorted([*self._head, *back], key=lambda waiting: waiting[1].arrival))
+        self._length += len(back)
 
     def forget(self) -> None:
         """One of the waiting requests has ended; it is dropped for good when its turn comes."""
-        self._ended += 1
-        if len(self) == 0:
+        self._length -= 1
+        if not self._length:
             self._head.clear()
-            for waiting in self._classes.values():
-                waiting.clear()
-            self._ended = 0
+            for lines in self._lines.values():
+                lines.clear()
+
+    def refund(self, request: W, used: int) -> None:
+        """A request that was taken has left, and has used so many tokens."""
+        name = request.tenant.name
+        self._given[name] = self._given.get(name, 0.0) - (request.cost - used) / request.tenant.weight
 
     def take(self, most: int, fits: Callable[[W], bool] = lambda request: True) -> list[W]:
-        """The next requests, at most that many, up to the first one that does not fit: nobody overtakes it."""
+        """The next requests, at most that many, of those that fit; those that do not keep their places."""
         taken: list[W] = []
-        while len(taken) < most and (waiting := self._next()) is not None:
-            if waiting[0].ended:
-                self._ended -= 1
-            elif fits(waiting[0]):
-                taken.append(waiting[0])
-            else:
+        aside: list[tuple[Line[W], float, W, int]] = []  # without room; with the number taken before
+        while len(taken) < most and len(aside) < LOOKAHEAD and (line := self._next()) is not None:
+            since, request = line.popleft()
+            if request.ended:
+                continue
+            if fits(request):
+                taken.append(request)
+                if line is not self._head:
+                    self._charge(request)
+                continue
+            aside.append((line, since, request, len(taken)))
+            if request.passed >= PASSES:
                 break
-            waiting.popleft()
+        for line, since, request, before in reversed(aside):
+            request.passed += len(taken) - before
+            line.appendleft((since, request))
+        self._length -= len(taken)
+        for lines in self._lines.values():
+            for name in [name for name, line in lines.items() if not line]:
+                del lines[name]
         return taken
 
-    def _next(self) -> deque[W] | None:
-        """The line whose first request is the next."""
-        return next((waiting for waiting in (self._head, *self._classes.values()) if waiting), None)
+    def _next(self) -> Line[W] | None:
+        """Where the next request is the first."""
+        if self._head:
+            return self._head
+        waiting = [(lines, name) for name, lines in self._lines.items() if any(lines.values())]
+        if not waiting:
+            return None
+        lines, _ = min(waiting, key=lambda w: PATIENCE[w[1]] + min(line[0][0] for line in w[0].values() if line))
+        tenant = min((name for name, line in lines.items() if line), key=lambda name: self._given[name])
+        return lines[tenant]
+
+    def _charge(self, request: W) -> None:
+        """A request costs its tenant all that it may take, until it is known what it did."""
+        name = request.tenant.name
+        self._level = max(self._level, self._given[name])
+        self._given[name] += request.cost / request.tenant.weight
 
     def __iter__(self) -> Iterator[W]:
         """Those that wait, in no particular order."""
-        for waiting in (self._head, *self._classes.values()):
-            yield from (request for request in waiting if not request.ended)
+        for line in (self._head, *(line for lines in self._lines.values() for line in lines.values())):
+            yield from (request for _, request in line if not request.ended)

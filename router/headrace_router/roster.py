@@ -59,11 +59,22 @@ class Roster:
 
     def leave(self, wire_id: int) -> None:
         """A running request ends on this side while the shard still runs it."""
-        del self.running[wire_id]
+        self._refund(self.running.pop(wire_id))
         self.leaving.add(wire_id)
 
-    def end(self, wire_id: int) -> Entry | None:
+    def finish(self, wire_id: int) -> Entry | None:
         """A request has ended in the shard; returns it if it has not ended here."""
+        self.leaving.discard(wire_id)
+        entry = self.running.pop(wire_id, None)
+        if entry is not None:
+            self._refund(entry)
+        return entry
+
+    def _refund(self, entry: Entry) -> None:
+        self.queue.refund(entry, len(entry.request.prompt) + len(entry.output))
+
+    def end(self, wire_id: int) -> Entry | None:
+        """The shard runs a request no longer; returns it if it has not ended here."""
         self.leaving.discard(wire_id)
         return self.running.pop(wire_id, None)
 

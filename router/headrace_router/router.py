@@ -20,6 +20,7 @@ from headrace_router.keys_file import KeysFile
 from headrace_router.limits import find_limits
 from headrace_router.metrics import Gauges, Metrics
 from headrace_router.pace import Pace
+from headrace_router.presets import preset
 from headrace_router.rates import Meters
 from headrace_router.service import Service
 from headrace_router.settings import RouterSettings
@@ -51,7 +52,7 @@ class Router:
             raise StartupError("--model-folder and --shard-target are needed")
         self._settings = settings
         keys_file = KeysFile(settings.api_keys_file) if settings.api_keys_file else None
-        self._tenants = Tenants(settings.api_key, keys_file)
+        self._tenants = Tenants(settings.api_key, keys_file, settings.workload)
         self._cors = Cors(settings.cors_allow_origin)
         self._folder = ModelFolder.open(settings.model_folder)
         self._text = TextPool(
@@ -72,9 +73,11 @@ class Router:
         await shard.connect(CONNECT_SECONDS)
         limits = find_limits(settings, shard.info)
         metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
-        budget = settings.max_step_tokens or 0
+        tuned = preset(settings)
+        log.info("tuned for %s: %s", settings.workload, tuned)
         batcher = self.batcher = Batcher(
-            shard, self._text.tokenizer, limits, metrics, budget, settings.shard_restarts
+            shard, self._text.tokenizer, limits, metrics, tuned.max_step_tokens, tuned.itl_target_ms,
+            settings.shard_restarts,
         )
         gauges = Gauges(
             lambda: batcher.waiting, lambda: batcher.running, lambda: batcher.running_tokens,
@@ -83,7 +86,7 @@ class Router:
         tokenizer_hash = hashlib.sha256(self._folder.tokenizer_path.read_bytes()).hexdigest()
         meters = Meters()
         engine = Admission(
-            batcher, meters, metrics, lambda: batcher.backlog, settings.max_queue_size,
+            batcher, meters, metrics, lambda: batcher.backlog, tuned.max_queue_size,
             lambda: self.service.retry_after(),
         )
         self.service = Service(

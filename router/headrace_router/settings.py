@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headrace._common.logs import LEVELS
 from headrace._common.options import option
+from headrace_router.tenants import CLASSES
 from headrace_router.text.normalize import MODES
 from headrace_router.text.reasoning import PARSERS as REASONING_PARSERS
 from headrace_router.text.tools.formats import PARSERS as TOOL_PARSERS
@@ -35,9 +36,16 @@ class RouterSettings:
         30.0, "seconds that a client may take to send a request's head, or to go on reading or writing",
         env="HEADRACE_CLIENT_TIMEOUT", minimum=0.1,
     )
+    workload: str = option(
+        "chat", "what to tune for, and the class of requests that name none", env="HEADRACE_WORKLOAD", choices=CLASSES
+    )
     max_queue_size: int | None = option(
-        None, "requests that may wait for a place in the batch; more are refused with 503", env="HEADRACE_MAX_QUEUE_SIZE",
-        minimum=1,
+        None, "requests that may wait for a place in the batch, more are refused with 503; the workload's if not given",
+        env="HEADRACE_MAX_QUEUE_SIZE", minimum=1,
+    )
+    itl_target_ms: int | None = option(
+        None, "milliseconds that steps should take while streams run, 0: any; the workload's if not given",
+        env="HEADRACE_ITL_TARGET_MS", minimum=0,
     )
     max_concurrent_requests: int = option(128, "requests in the service at once; more are refused with 429", minimum=1)
     max_best_of: int = option(2, "largest `best_of`", minimum=1)
@@ -50,7 +58,8 @@ class RouterSettings:
         None, "longest prompt plus output, in tokens; the model's own if not given", minimum=2,
     )
     max_step_tokens: int | None = option(
-        None, "token budget of one step; the shard's own if not given", env="HEADRACE_MAX_STEP_TOKENS", minimum=1
+        None, "token budget of one step; the workload's if not given, and never more than the shard's",
+        env="HEADRACE_MAX_STEP_TOKENS", minimum=1,
     )
     max_batch_size: int | None = option(
         None, "requests that run at once; the shard's own limit if not given", minimum=1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import hmac
 import logging
@@ -72,14 +73,17 @@ class KeySource(Protocol):
 class Tenants:
     """API keys, stored hashed, and whom they belong to. Without keys everybody is the anonymous tenant."""
 
-    def __init__(self, api_key: str | None = None, file: KeySource | None = None) -> None:
-        """
+    def __init__(self, api_key: str | None = None, file: KeySource | None = None, workload: str = CLASSES[0]) -> None:
+        """`workload`: class of requests that name none, for tenants that may use all.
+
         Raises:
             StartupError: the file is not usable.
         """
-        self._own = {digest(api_key): DEFAULT} if api_key else {}
+        self._classes = (workload, *(name for name in CLASSES if name != workload))
+        self._anonymous = self._adapted(ANONYMOUS)
+        self._own = {digest(api_key): self._adapted(DEFAULT)} if api_key else {}
         self._file = file
-        self._by_key = {**self._own, **(file.read() if file is not None else {})}
+        self._by_key = {**self._own, **(self._read(file) if file is not None else {})}
 
     @property
     def open(self) -> bool:
@@ -93,12 +97,19 @@ class Tenants:
             Unauthorized: keys are required and none of these is known.
         """
         if self.open:
-            return ANONYMOUS
+            return self._anonymous
         given = [digest(key) for key in keys]
         found = [tenant for known, tenant in self._by_key.items() for key in given if hmac.compare_digest(known, key)]
         if not found:
             raise Unauthorized("a valid API key is needed: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
         return found[0]
+
+    def _read(self, file: KeySource) -> dict[bytes, Tenant]:
+        return {key: self._adapted(tenant) for key, tenant in file.read().items()}
+
+    def _adapted(self, tenant: Tenant) -> Tenant:
+        adapts = tenant.classes is CLASSES and self._classes != CLASSES
+        return dataclasses.replace(tenant, classes=self._classes) if adapts else tenant
 
     def reload(self) -> None:
         """Take the file's content if it has changed; content that is not usable leaves the table as it is, and is
@@ -107,7 +118,7 @@ class Tenants:
         if self._file is None or not self._file.changed():
             return
         try:
-            table = self._file.read()
+            table = self._read(self._file)
         except StartupError as error:
             log.error("the API keys are not reloaded: %s", error)
             return

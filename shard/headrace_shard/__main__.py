@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -14,7 +13,7 @@ import click
 from headrace._common import logs, options
 from headrace._common.errors import StartupError
 from headrace._common.process import die_with_parent
-from headrace_shard.settings import ShardSettings
+from headrace_shard.settings import ShardSettings, conflict
 
 
 def run(**given: Any) -> int:
@@ -27,10 +26,12 @@ def run(**given: Any) -> int:
         raise click.UsageError("--model-folder is missing: the folder with config, tokenizer and weights")
     if settings.rank >= settings.num_shard:
         raise click.UsageError(f"--rank {settings.rank} is not below --num-shard {settings.num_shard}")
+    if settings.dtype is not None and settings.quantize is not None:
+        raise click.UsageError(conflict(settings.dtype, settings.quantize))
     if settings.num_shard > 1 and not settings.shard_uds_path:
         raise click.UsageError(f"--num-shard {settings.num_shard} needs --shard-uds-path, where the ranks find each other")
     # Checked before torch is imported, which takes seconds.
-    from headrace_shard.sockets import check_socket, socket_path
+    from headrace_shard.sockets import check_socket, remove_sockets, socket_path
 
     path = socket_path(settings)
     try:
@@ -39,11 +40,7 @@ def run(**given: Any) -> int:
         log.error("%s", error)
         return 1
 
-    def cleanup() -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-    die_with_parent(cleanup)
+    die_with_parent(lambda: remove_sockets(settings, path))
     # torch's threads sleep between operations: spinning ones cost a busy machine three times the step.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from headrace_shard import server

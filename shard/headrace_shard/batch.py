@@ -17,6 +17,7 @@ class RunningBatch:
         known, computed: [slots] tokens that are there; tokens whose K and V are in the cache.
         prompt: [slots] how many of the tokens are the prompt.
         table, held: [slots, max blocks] block numbers; [slots] how many of them are in use.
+        cached, stored: [slots] prompt tokens that came from the prefix cache; full blocks that are known to it.
         order: [slots] admission number; the largest is the youngest.
         constraints: of the slots whose output is constrained by a grammar.
     """
@@ -30,6 +31,8 @@ class RunningBatch:
         self.held = np.zeros(slots, dtype=np.int32)
         self.known = np.zeros(slots, dtype=np.int64)
         self.computed = np.zeros(slots, dtype=np.int64)
+        self.cached = np.zeros(slots, dtype=np.int64)
+        self.stored = np.zeros(slots, dtype=np.int64)
         self.prompt = np.zeros(slots, dtype=np.int64)
         self.max_new = np.zeros(slots, dtype=np.int64)
         self.order = np.zeros(slots, dtype=np.int64)
@@ -54,7 +57,7 @@ class RunningBatch:
         count = len(request.tokens)
         self._admissions += 1
         self.tokens[slot, :count] = request.tokens
-        self.held[slot] = self.computed[slot] = 0
+        self.held[slot] = self.computed[slot] = self.cached[slot] = self.stored[slot] = 0
         self.known[slot], self.prompt[slot] = count, count - request.generated
         self.max_new[slot] = request.max_new
         self.order[slot], self.priority[slot] = self._admissions, request.priority

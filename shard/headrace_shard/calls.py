@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from headrace._common.errors import AlreadyExists, HeadraceError, InvalidRequest, NotFound, Overloaded
 from headrace_shard.batch import RunningBatch
 from headrace_shard.kv.blocks import BlockManager, blocks_for
+from headrace_shard.kv.prefix import PrefixCache
 from headrace_shard.requests import CANCELLED, FINISHED, MAX_STEPS, RUNNING, YIELDED, Request, StepResult
 
 UNREAD_LIMIT = 64  # Steps that wait for the client; then its rows sit out
 CANCELLED_LEASE = 5.0  # seconds
+WATERMARK = 0.01  # of the KV blocks stay free for running requests to grow into when others are admitted
 
 
 @dataclass(eq=False)
@@ -57,8 +59,8 @@ class Batch:
 class BatchTable:
     """All batches. `outbox` collects (call, StepResult or error) for the hand-over at the boundary."""
 
-    def __init__(self, rows: RunningBatch, blocks: BlockManager, lease: float) -> None:
-        self.rows, self.blocks, self.lease = rows, blocks, lease
+    def __init__(self, rows: RunningBatch, blocks: BlockManager, prefix: PrefixCache, lease: float) -> None:
+        self.rows, self.blocks, self.prefix, self.lease = rows, blocks, prefix, lease
         self.batches: dict[int, Batch] = {}
         self.outbox: list[tuple[Call, StepResult | HeadraceError]] = []
         self.step = 0
@@ -232,6 +234,7 @@ class BatchTable:
             self._merge(target, others)
         for request in call.requests or ():
             slot = self.rows.add(request, target.id)
+            self.prefix.asked += len(request.tokens)
             target.slots[request.id] = slot
             call.waiting.add(slot)
         target.call, target.expires = call, math.inf
@@ -239,8 +242,9 @@ class BatchTable:
     def _check_room(self, requests: Sequence[Request]) -> None:
         if len(requests) > self.rows.free:
             raise Overloaded(f"{len(requests)} requests; {self.rows.free} of {self.rows.slots} rows are free")
-        need = sum(blocks_for(len(r.tokens) + 1) for r in requests)
-        room = self.blocks.free - self.owed_blocks()
+        need = sum(blocks_for(len(r.tokens) + 1) - self.prefix.shared(r) for r in requests)
+        reserve = int(WATERMARK * self.blocks.blocks) if self.rows.free < self.rows.slots else 0
+        room = self.blocks.free - self.owed_blocks() - reserve
         if need > room:
             raise Overloaded(f"the requests need {need} KV blocks; {max(0, room)} of {self.blocks.blocks} are free")
 
@@ -274,6 +278,7 @@ class BatchTable:
         batch = self.batches.get(result.batch_id)
         result.running = len(batch.slots) if batch else 0
         result.blocks, result.free_blocks = self.blocks.blocks, self.blocks.free
+        result.queried_tokens, result.hit_tokens = self.prefix.asked, self.prefix.hits
         result.step = self.step
         call.result = None
         call.emitted += 1

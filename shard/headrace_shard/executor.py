@@ -34,10 +34,14 @@ from headrace_shard.calls import BatchTable, Call
 from headrace_shard.grammar import steps as grammar_steps
 from headrace_shard.grammar.compiler import GrammarCompiler
 from headrace_shard.kv.blocks import BlockManager
+from headrace_shard.kv.prefix import PrefixCache
+from headrace_shard.outcome import Outcome
 from headrace_shard.parallel.group import GroupBroken, Trouble
-from headrace_shard.requests import EOS_TOKEN, ERROR, LENGTH, STOP_TOKEN, Detail, StepResult, Timings
+from headrace_shard.requests import StepResult, Timings
+from headrace_shard.sampling.passes import Passes, TorchPasses
 from headrace_shard.sampling.sampler import Choice, Row, choose, most_likely
 from headrace_shard.scheduler import Plan, Scheduler
+from headrace_shard.speculation import Speculation
 from headrace_shard.step import StepInput
 
 T = TypeVar("T")
@@ -71,19 +75,22 @@ class Executor:
     def __init__(
         self, runner: Runner, rows: RunningBatch, blocks: BlockManager, *, eos_ids: frozenset[int], vocab_size: int,
         max_step_tokens: int, batch_lease: float, deliver: Callable[[Delivery], None], step_deadline: float,
-        grammars: GrammarCompiler | None = None,
+        prefix_caching: bool = True, speculate: int = 0, grammars: GrammarCompiler | None = None,
+        passes: Passes | None = None,
     ) -> None:
         """`deliver` is called from the executor's thread; `step_deadline`: seconds after which a step counts as hung;
         `grammars`: None if no request is ever constrained.
         """
+        self._passes = passes or TorchPasses()
         self._runner, self._rows, self._deliver, self._grammars = runner, rows, deliver, grammars
         if grammars is not None:
             grammars.on_ready = self.wake
-        self._table = BatchTable(rows, blocks, batch_lease)
-        self._scheduler = Scheduler(self._table, max_step_tokens)
+        self._prefix = PrefixCache(rows, blocks, prefix_caching)
+        self._table = BatchTable(rows, blocks, self._prefix, batch_lease)
+        self._speculation = Speculation(rows, speculate)
+        self._scheduler = Scheduler(self._table, max_step_tokens, self._speculation)
         self._eos_ids = tuple(sorted(eos_ids))
-        self._is_eos = np.zeros(vocab_size, dtype=bool)
-        self._is_eos[[i for i in self._eos_ids if i < vocab_size]] = True
+        self._outcome = Outcome(self._table, self._eos_ids, vocab_size, grammars)
         self._step_deadline = step_deadline
         self._inbox: deque[Callable[[], None]] = deque()
         self._wakeup = threading.Event()
@@ -231,11 +238,16 @@ class Executor:
             choice = self._choose(plan, logits)
         except RuntimeError as error:  # torch's own: out of memory, a shape that does not fit
             log.exception("step %d failed", self._table.step)
-            self._fail(plan, f"the step failed: {error}")
+            self._outcome.fail(plan, f"the step failed: {error}")
             return
         end = time.perf_counter()
-        timings = Timings(sampled - begin, end - sampled, 0.0, plan.decode_tokens, plan.prefill_tokens)
-        self._finish(plan, choice)
+        right = self._outcome.record(plan, choice)
+        for slot, count in right.items():
+            self._speculation.learn(slot, plan.drafted(slot), count)
+        timings = Timings(
+            sampled - begin, end - sampled, 0.0, plan.decode_tokens, plan.prefill_tokens, plan.draft_tokens,
+            sum(right.values()),
+        )
         timings.total = time.perf_counter() - begin
         self._scheduler.pace.learn(timings)
         for batch in self._table.at_work():
@@ -245,7 +257,8 @@ class Executor:
     def _choose(self, plan: Plan, logits: torch.Tensor) -> Choice:
         if len(plan.sample_at) < len(logits):
             logits = logits[torch.from_numpy(plan.sample_at)]
-        return choose(logits, [self._sampling_row(slot) for slot in plan.sampled.tolist()])
+        choices = zip(plan.sampled.tolist(), plan.rounds.tolist(), strict=True)
+        return choose(logits, [self._sampling_row(slot, drafted) for slot, drafted in choices], self._passes)
 
     def _settle_constraints(self, plan: Plan) -> Plan:
         """The plan without the rows whose grammar has failed, or is not ready yet."""
@@ -253,13 +266,14 @@ class Executor:
             return plan
         plan, failed = grammar_steps.settle(plan, self._rows.constraints, self._grammars)
         for slot, message in failed.items():
-            self._fail_row(slot, message)
+            self._outcome.fail_row(slot, message)
         return plan
 
-    def _sampling_row(self, slot: int) -> Row:
+    def _sampling_row(self, slot: int, drafted: int) -> Row:
+        """What the sampler must know to choose the token behind the known ones and so many draft tokens."""
         rows = self._rows
         request = rows.request(slot)
-        prompt, known = int(rows.prompt[slot]), int(rows.known[slot])
+        prompt, known = int(rows.prompt[slot]), int(rows.known[slot]) + drafted
         forbidden = () if known - prompt >= request.min_new else (*self._eos_ids, *request.stop_ids)
         tokens, allowed = rows.tokens[slot], None
         if request.constraint is not None:
@@ -277,76 +291,3 @@ class Executor:
             self._rows.prompt_scores[part.slot] += (picked - log_total).tolist()
             if count := self._rows.request(part.slot).prompt_top_n:
                 self._rows.prompt_top[part.slot] += most_likely(rows, log_total, count)
-
-    def _finish(self, plan: Plan, choice: Choice) -> None:
-        """Append the tokens to their rows, write the batches' results, free what has ended."""
-        rows, table = self._rows, self._table
-        rows.computed[plan.slots] += plan.counts
-        slots, tokens = plan.sampled, choice.tokens
-        rows.tokens[slots, np.minimum(rows.known[slots], rows.max_tokens - 1)] = tokens
-        rows.known[slots] += 1
-        generated = rows.known[slots] - rows.prompt[slots]
-        eos = self._is_eos[tokens] & rows.ends_at_eos[slots]
-        full = (generated >= rows.max_new[slots]) | (rows.known[slots] >= rows.max_tokens)
-        reasons = np.where(choice.failed, ERROR, np.where(eos, EOS_TOKEN, np.where(full, LENGTH, 0)))
-        ids, owners, logprobs = rows.ids[slots], rows.batch[slots], choice.logprobs
-        for batch in table.at_work():
-            result = batch.call and batch.call.result
-            mine = np.nonzero((owners == batch.id) & ~choice.failed)[0]
-            if len(mine):
-                result = table.result_of(batch)
-                result.request_ids = ids[mine].tolist()
-                result.token_ids = tokens[mine].tolist()
-                result.logprobs = logprobs[mine].tolist()
-            elif bool((rows.batch[plan.slots] == batch.id).any()):
-                result = table.result_of(batch)
-            if batch.call and result:
-                batch.call.steps += 1
-                if batch.call.waiting:
-                    batch.call.waiting.difference_update(slots[mine].tolist())
-        for at in np.nonzero((reasons > 0) | rows.special[slots])[0].tolist():
-            self._detail(int(slots[at]), int(tokens[at]), int(reasons[at]), choice.top.get(at))
-        if rows.constraints and self._grammars is not None:
-            grammar_steps.advance(plan, tokens.tolist(), rows, self._grammars)
-
-    def _detail(self, slot: int, token: int, reason: int, top: tuple[list[int], list[float]] | None) -> None:
-        """More about one row that asked for it or has ended; frees the row if it has."""
-        rows = self._rows
-        request, prompt = rows.request(slot), int(rows.prompt[slot])
-        if token in request.stop_ids and reason in (0, LENGTH):
-            reason = STOP_TOKEN
-        generated = int(rows.known[slot]) - prompt
-        detail = Detail(
-            request.id, reason, token=token, top=top, seed=request.params.seed if request.params.sampled else 0,
-            prompt_tokens=prompt, generated_tokens=generated, detokenizer=request.detokenizer,
-        )
-        if request.prompt_logprobs and generated == 1:
-            scores = [math.nan, *rows.prompt_scores[slot]]
-            detail.prompt_logprobs = (rows.tokens[slot, :prompt].tolist(), scores)
-            if request.prompt_top_n:
-                detail.prompt_top = [([], []), *rows.prompt_top[slot]]
-        if reason == ERROR:
-            detail.token, detail.generated_tokens = None, generated - 1
-            detail.message = "the model's logits are not finite numbers"
-        if reason or detail.top or detail.detokenizer or detail.prompt_logprobs:
-            batch = self._table.batches[int(rows.batch[slot])]
-            self._table.result_of(batch).details.append(detail)
-        if reason:
-            self._table.drop(slot)
-
-    def _fail(self, plan: Plan, message: str) -> None:
-        """End every request of a step that could not be run."""
-        for slot in plan.slots.tolist():
-            self._fail_row(slot, message)
-        for batch in self._table.at_work():
-            if batch.call and batch.call.result:
-                batch.call.steps += 1
-
-    def _fail_row(self, slot: int, message: str) -> None:
-        """End one request with an error."""
-        rows, prompt = self._rows, int(self._rows.prompt[slot])
-        batch = self._table.batches[int(rows.batch[slot])]
-        self._table.result_of(batch).details.append(Detail(
-            rows.request(slot).id, ERROR, message, prompt_tokens=prompt, generated_tokens=int(rows.known[slot]) - prompt,
-        ))
-        self._table.drop(slot)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,19 +16,27 @@ from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
 from headrace_shard.backends import choose_backend
 from headrace_shard.backends.base import Backend
+from headrace_shard.kernels.build import BuildFailed
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.kv.capacity import Limits, free_memory, limits
 from headrace_shard.models import Model, family_of, load_model
-from headrace_shard.parallel.group import Alone, DistributedGroup, Group, first_line
-from headrace_shard.settings import ShardSettings
+from headrace_shard.parallel.distributed import DistributedGroup
+from headrace_shard.parallel.group import Alone, Group, first_line
+from headrace_shard.parallel.shared_memory import SharedMemoryGroup
+from headrace_shard.roofline import Roofline, measure
+from headrace_shard.sampling.passes import Passes
+from headrace_shard.settings import DTYPES, ShardSettings
 from headrace_shard.step import Chunk, StepInput
 from headrace_shard.weights import open_weights
+from headrace_shard.weights.precision import GROUP, precision_of
 
+log = logging.getLogger(__name__)
 ROWS = 256  # requests that run at once, unless settings say otherwise
 STEP_TOKENS = {"cpu": 256, "cuda": 4096}
 STEP_DEADLINE = 10.0  # seconds, or this many times the warm-up's step if that is more:
 STEP_DEADLINE_FACTOR = 20
 UNBOUNDED = 131072  # window in tokens of a model whose config names none
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,19 +44,42 @@ class Loaded:
     """A model, or one rank's part of it, that is ready to run, and what was found while it was made so."""
 
     model: Model
+    passes: Passes
     group: Group
     limits: Limits
     rows: int
     max_step_tokens: int
     dtype: str
-    quantization: str  # format of the weights that are computed with as they are; empty: none are
+    quantization: str  # 4- or 8-bit format of most weights; empty: they are in 16 or 32 bits
     device: str
+    roofline: Roofline
     warmup_seconds: float
     slowest_step: float
     step_deadline: float
 
 
-def load(settings: ShardSettings, folder: ModelFolder, rendezvous: str) -> Loaded:
+def meet(settings: ShardSettings, rendezvous: str, device: torch.device, threads: int) -> Group:
+    """The group of all ranks, each of so many threads.
+
+    Raises:
+        StartupError: not all ranks came.
+    """
+    rank, world_size = settings.rank, settings.num_shard
+    if world_size == 1:
+        return Alone()
+    if device.type == "cuda":
+        return DistributedGroup(rank, world_size, rendezvous, "nccl")
+    try:
+        return SharedMemoryGroup(rank, world_size, Path(rendezvous), threads)
+    except BuildFailed as error:
+        log.info("%s: the ranks exchange their sums over gloo instead of shared memory", error)
+        return DistributedGroup(rank, world_size, rendezvous, "gloo")
+
+
+def load(
+    settings: ShardSettings, folder: ModelFolder, rendezvous: str,
+    meet: Callable[[ShardSettings, str, torch.device, int], Group] = meet,
+) -> Loaded:
     """Meet the other ranks, load the weights, reserve the KV cache, run one small step.
 
     Raises:
@@ -54,33 +87,52 @@ def load(settings: ShardSettings, folder: ModelFolder, rendezvous: str) -> Loade
         GroupBroken: another rank did not get that far.
     """
     device = torch.device("cuda", settings.rank) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = settings.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.num_shard)
     check_shards(settings, folder)
-    group = meet(settings, rendezvous, device)
+    group = meet(settings, rendezvous, device, threads)
     weights = open_weights(folder)
-    own = settings.dtype is None and device.type == "cpu" and weights.quantization is not None
-    backend = choose_backend(getattr(torch, dtype), device, group, threads, own)
+    backend = choose_backend(precision_of(settings.dtype, settings.quantize), device, group, threads)
     with torch.inference_mode():
         try:
             model = load_model(folder, weights, backend, settings.rank, settings.num_shard)
             weights.release()
+            if settings.quantize:
+                check_quantized(settings.quantize, backend, folder)
             rows = settings.max_batch_size or ROWS
             found = agree(group, _limits(settings, folder, model, backend, device, rows))
             backend.allocate_kv(model.layers, found.blocks, model.attention)
         except (RuntimeError, MemoryError) as error:  # torch's and numpy's own
             raise StartupError(f"rank {settings.rank} cannot load {folder.path}: {first_line(error)}") from error
+        roofline = measure(backend, group)
         start = time.perf_counter()
         slowest = _warm_up(model)
-        deadline = max(STEP_DEADLINE, STEP_DEADLINE_FACTOR * slowest)
-        if isinstance(group, DistributedGroup):
-            deadline = group.limit(deadline)
-            Path(rendezvous).unlink(missing_ok=True)  # all have met
+        deadline = group.limit(max(STEP_DEADLINE, STEP_DEADLINE_FACTOR * slowest))
+    dtype, quantization = described(backend)
     return Loaded(
-        model, group, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type], dtype,
-        weights.quantization or "" if backend.kinds else "", device.type,
-        time.perf_counter() - start, slowest, deadline,
+        model, backend.passes, group, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type],
+        settings.dtype or dtype, quantization, device.type, roofline, time.perf_counter() - start, slowest, deadline,
     )
+
+
+def described(backend: Backend) -> tuple[str, str]:
+    """(data type, 4- or 8-bit format or "") of most weights; what is not held in floats is computed with in float32."""
+    formats = [name for name, _ in backend.packed.most_common()]
+    packed = [name.lower() for name in formats if name not in DTYPES]
+    return ("float32" if packed else formats[0]), (packed[0] if packed else "")
+
+
+def check_quantized(wanted: str, backend: Backend, folder: ModelFolder) -> None:
+    """Say so if `--quantize` has nothing to pack.
+
+    Raises:
+        StartupError: nothing can be packed.
+    """
+    formats = set(backend.packed)
+    if formats <= set(DTYPES):
+        raise StartupError(f"--quantize {wanted}: no matrix of {folder.path} has columns in whole groups of {GROUP}")
+    if not formats & {"int8", "q4"}:
+        held = " and ".join(sorted(formats))
+        log.warning("--quantize %s changes nothing: the weights are %s already", wanted, held)
 
 
 def check_shards(settings: ShardSettings, folder: ModelFolder) -> None:
@@ -90,14 +142,6 @@ def check_shards(settings: ShardSettings, folder: ModelFolder) -> None:
         StartupError: names both numbers.
     """
     family_of(folder).check_partition(folder.text_config, settings.num_shard)
-
-
-def meet(settings: ShardSettings, rendezvous: str, device: torch.device) -> Group:
-    """The group of all ranks."""
-    if settings.num_shard == 1:
-        return Alone()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    return DistributedGroup(settings.rank, settings.num_shard, rendezvous, backend)
 
 
 def _limits(

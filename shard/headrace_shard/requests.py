@@ -38,23 +38,28 @@ class Request:
     prompt_logprobs: bool = False
     prompt_top_n: int = 0
     detokenizer: Detokenizer | None = None  # where the client wants text
+    cache_salt: str = ""
+    block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
     constraint: Constraint | None = None
 
 
 @dataclass(slots=True)
 class Detail:
-    """More about one request in one step; see the message of this name. `token` is what the step made, if anything."""
+    """More about one request in one step; see the message of this name. `tokens` are what the step made; `top` is parallel
+    to them, or empty.
+    """
 
     request_id: int
     finish_reason: int = UNFINISHED
     message: str | None = None
-    token: int | None = None
-    top: tuple[list[int], list[float]] | None = None
+    tokens: list[int] = field(default_factory=list)
+    top: list[tuple[list[int], list[float]]] = field(default_factory=list)
     prompt_logprobs: tuple[list[int], list[float]] | None = None
     prompt_top: list[TopTokens] = field(default_factory=list)  # of each prompt token, if asked for
     seed: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    cached_tokens: int = 0
     detokenizer: Detokenizer | None = None
 
 
@@ -67,6 +72,8 @@ class Timings:
     total: float = 0.0
     decode_tokens: int = 0
     prefill_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of the draft tokens
 
 
 @dataclass(slots=True)
@@ -83,5 +90,18 @@ class StepResult:
     running: int = 0
     blocks: int = 0
     free_blocks: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
     timings: Timings = field(default_factory=Timings)
     end: int = RUNNING
+
+    def add(self, detail: Detail) -> None:
+        """Take in what is known of one more token of a request; a request has one Detail in a step."""
+        earlier = next((d for d in self.details if d.request_id == detail.request_id), None)
+        if earlier is None:
+            self.details.append(detail)
+            return
+        earlier.finish_reason, earlier.message = detail.finish_reason, detail.message
+        earlier.generated_tokens = detail.generated_tokens
+        earlier.tokens += detail.tokens
+        earlier.top += detail.top

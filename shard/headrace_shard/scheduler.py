@@ -9,7 +9,8 @@ import numpy as np
 from headrace_shard.batch import RunningBatch
 from headrace_shard.calls import Batch, BatchTable
 from headrace_shard.kv.blocks import BLOCK_SIZE, blocks_for
-from headrace_shard.requests import Timings
+from headrace_shard.pace import Pace
+from headrace_shard.speculation import Speculation
 from headrace_shard.step import Chunk, Ints, StepInput
 
 
@@ -28,8 +29,10 @@ class Plan:
     """One step: the forward pass, and what its logits are for.
 
     Attributes:
-        slots, counts: [rows] the rows that take part, and how many tokens of each are computed.
-        sampled, sample_at: [sampled rows] slots that get a token, and their places among the logits.
+        slots, counts: [rows] the rows that take part, and how many tokens of each count as computed, whatever is chosen.
+        sampled, sample_at: [choices] slots that get a token, and their places among the logits. A row with draft tokens
+            has one choice more than it has of these, in order.
+        rounds, fed: [choices] 0, or which draft token the choice is behind; the token whose logits it is made of.
     """
 
     input: StepInput
@@ -37,41 +40,24 @@ class Plan:
     counts: Ints
     sampled: Ints
     sample_at: Ints
+    rounds: Ints
+    fed: Ints
     scores: tuple[PromptScores, ...]
     decode_tokens: int
     prefill_tokens: int
+    draft_tokens: int
 
-
-class Pace:
-    """What steps cost, from recent ones: seconds of the decode rows, and of each prompt token beside them."""
-
-    WEIGHT = 0.2  # of the newest step in the moving averages
-
-    def __init__(self) -> None:
-        self._decode = 0.0
-        self._per_token = 0.0
-
-    def learn(self, timings: Timings) -> None:
-        """Take in one step's timings."""
-        if timings.prefill_tokens:
-            cost = max(0.0, timings.total - (self._decode if timings.decode_tokens else 0.0)) / timings.prefill_tokens
-            self._per_token += (cost - self._per_token) * (self.WEIGHT if self._per_token else 1.0)
-        elif timings.decode_tokens:
-            self._decode += (timings.total - self._decode) * (self.WEIGHT if self._decode else 1.0)
-
-    def prompt_tokens(self, target: float) -> int:
-        """Prompt tokens that fit beside the decode rows in `target` seconds; at least one block, so that prompts move."""
-        if not self._per_token:
-            return BLOCK_SIZE
-        return max(BLOCK_SIZE, int((target - self._decode) / self._per_token))
+    def drafted(self, slot: int) -> int:
+        """Draft tokens of a slot."""
+        return int((self.sampled == slot).sum()) - 1
 
 
 class Scheduler:
     """Plans one step after another over the rows of the batches at work."""
 
-    def __init__(self, table: BatchTable, max_step_tokens: int) -> None:
-        self._table, self._max_step_tokens = table, max_step_tokens
-        self._rows, self._blocks = table.rows, table.blocks
+    def __init__(self, table: BatchTable, max_step_tokens: int, speculation: Speculation) -> None:
+        self._table, self._max_step_tokens, self._speculation = table, max_step_tokens, speculation
+        self._rows, self._blocks, self._prefix = table.rows, table.blocks, table.prefix
         self.pace = Pace()
 
     def plan(self) -> Plan | None:
@@ -90,7 +76,20 @@ class Scheduler:
         decode = self._with_room(slots[decoding], working)
         prompts = [int(s) for s in slots[~decoding] if rows.requests[s] is not None]
         chunks = self._chunks(prompts, self._budget(ready, len(decode)), working, starving=not len(decode))
-        return build(rows, decode, chunks) if len(decode) or chunks else None
+        # While prompts wait, the budget is theirs.
+        drafts = {} if prompts else self._drafts(decode)
+        return build(rows, decode, chunks, drafts) if len(decode) or chunks else None
+
+    def _drafts(self, decode: Ints) -> dict[int, int]:
+        """How many draft tokens which slots have; they never cost another row its place."""
+        drafts: dict[int, int] = {}
+        room = self._max_step_tokens - len(decode)
+        for slot in decode.tolist() if self._speculation.most else ():
+            count = min(room, self._speculation.propose(slot, len(decode), self.pace))
+            if count > 0 and self._grow(slot, int(self._rows.known[slot]) + count):
+                drafts[slot] = count
+                room -= count
+        return drafts
 
     def _budget(self, ready: list[Batch], decode_rows: int) -> int:
         """Prompt tokens of this step: the smallest limit of the calls at work."""
@@ -118,13 +117,19 @@ class Scheduler:
     def _chunks(self, prompts: list[int], budget: int, working: list[Batch], starving: bool) -> list[tuple[int, int]]:
         """(slot, tokens) of each prompt that moves in this step. `starving`: nothing else would run."""
         rows, chunks = self._rows, []
+        coming: set[bytes] = set()  # keys of the blocks that this step computes
         for slot in prompts:
-            while rows.requests[slot] is not None and budget > 0:
-                left = int(rows.known[slot] - rows.computed[slot])
-                room = (int(rows.held[slot]) + self._blocks.free) * BLOCK_SIZE - int(rows.computed[slot])
-                count = min(left, budget, room)
+            if rows.requests[slot] is None or budget <= 0:
+                continue
+            if self._prefix.extend(slot) in coming:
+                continue  # in the next step this block is there
+            while rows.requests[slot] is not None:
+                start = int(rows.computed[slot])
+                room = (int(rows.held[slot]) + self._blocks.free) * BLOCK_SIZE - start
+                count = whole_blocks(start, int(rows.known[slot]) - start, min(budget, room))
                 if count > 0:
-                    self._grow(slot, int(rows.computed[slot]) + count)
+                    self._grow(slot, start + count)
+                    coming.update(self._prefix.keys(slot, start, start + count))
                     chunks.append((slot, count))
                     budget -= count
                     break
@@ -154,33 +159,50 @@ class Scheduler:
         return True
 
 
-def build(rows: RunningBatch, decode: Ints, chunks: list[tuple[int, int]]) -> Plan:
-    """The arrays of a step: one token of each decode row, then the chunks."""
+def whole_blocks(start: int, left: int, most: int) -> int:
+    """How many of the `left` tokens from `start` on to compute: all, else up to the end of a block where that is possible.
+
+    The next chunk then starts at a block, and may find it in the prefix cache.
+    """
+    if left <= most:
+        return left
+    aligned = (start + most) // BLOCK_SIZE * BLOCK_SIZE - start
+    return aligned if aligned > 0 else most
+
+
+def build(rows: RunningBatch, decode: Ints, chunks: list[tuple[int, int]], drafts: dict[int, int]) -> Plan:
+    """The arrays of a step: one token of each decode row, then the prompt chunks, then the rows with draft tokens behind
+    their last one. `drafts`: slots of `decode` and how many draft tokens they have.
+    """
     known, computed = rows.known, rows.computed
+    if drafts:
+        decode = decode[~np.isin(decode, list(drafts))]
     positions, owners = [computed[decode]], [decode]
     parts: list[Chunk] = []
     sampled, sample_at = [decode], [np.arange(len(decode), dtype=np.int64)]
+    rounds = [np.zeros(len(decode), dtype=np.int64)]
     wanted = [np.arange(len(decode), dtype=np.int64)]
     scores: list[PromptScores] = []
     offset = logits = len(decode)
-    for slot, count in chunks:
-        start = int(computed[slot])
+    for slot, count in (*chunks, *((slot, count + 1) for slot, count in drafts.items())):
+        start, drafted = int(computed[slot]), drafts.get(slot, 0)
         positions.append(np.arange(start, start + count, dtype=np.int64))
         owners.append(np.full(count, slot, dtype=np.int64))
         parts.append(Chunk(offset, count, start, rows.table[slot, : blocks_for(start + count)].copy()))
-        complete = start + count == known[slot]
+        complete = start + count - drafted == known[slot]
         request = rows.request(slot)
         # Log probabilities of the prompt go with the first token: a request that resumes has sent them already.
-        scored = request.prompt_logprobs and not request.generated
-        first = offset if scored else offset + count - 1
+        scored = request.prompt_logprobs and not request.generated and not drafted
+        first = offset if scored or drafted else offset + count - 1
         if scored or complete:
             wanted.append(np.arange(first, offset + count, dtype=np.int64))
             if scored:
                 scores.append(PromptScores(slot, logits, min(count, int(known[slot]) - start - 1), start))
             logits += offset + count - first
             if complete:
-                sampled.append(np.array([slot], dtype=np.int64))
-                sample_at.append(np.array([logits - 1], dtype=np.int64))
+                sampled.append(np.full(drafted + 1, slot, dtype=np.int64))
+                sample_at.append(np.arange(logits - 1 - drafted, logits, dtype=np.int64))
+                rounds.append(np.arange(drafted + 1, dtype=np.int64))
         offset += count
     position, owner = np.concatenate(positions), np.concatenate(owners)
     width = blocks_for(int(computed[decode].max()) + 1) if len(decode) else 0
@@ -190,9 +212,12 @@ def build(rows: RunningBatch, decode: Ints, chunks: list[tuple[int, int]]) -> Pl
         decode_tables=rows.table[decode, :width], decode_lengths=computed[decode] + 1, chunks=tuple(parts),
         logit_rows=np.concatenate(wanted),
     )
-    counts = np.concatenate((np.ones(len(decode), dtype=np.int64), np.array([c for _, c in chunks], dtype=np.int64)))
-    slots = np.concatenate((decode, np.array([s for s, _ in chunks], dtype=np.int64)))
+    moved = [(slot, 1) for slot in decode.tolist()] + chunks + [(slot, 1) for slot in drafts]
+    slots, counts = np.array(moved, dtype=np.int64).reshape(-1, 2).T
+    places = np.concatenate(sample_at)
+    decode_tokens, draft_tokens = len(decode) + len(drafts), sum(drafts.values())
     return Plan(
-        inputs, slots, counts, np.concatenate(sampled), np.concatenate(sample_at), tuple(scores), len(decode),
-        offset - len(decode),
+        inputs, slots, counts, np.concatenate(sampled), places, np.concatenate(rounds),
+        inputs.token_ids[inputs.logit_rows[places]], tuple(scores), decode_tokens,
+        prefill_tokens=offset - decode_tokens - draft_tokens, draft_tokens=draft_tokens,
     )

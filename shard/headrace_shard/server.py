@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -36,6 +37,7 @@ from headrace_shard.relay import Relay
 from headrace_shard.sampling.params import Watermark
 from headrace_shard.service import Deliveries, GenerationService
 from headrace_shard.settings import ShardSettings
+from headrace_shard.sockets import remove_sockets, rendezvous_path
 from headrace_shard.wire import RequestLimits, RequestReader
 
 CONTRACT_VERSION = "1"
@@ -80,7 +82,8 @@ class LeadingRole:
             Leader(loaded.model, loaded.group), RunningBatch(loaded.rows, limits.max_total_tokens),
             BlockManager(limits.blocks), eos_ids=frozenset(folder.eos_token_ids), vocab_size=vocab,
             max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
-            step_deadline=loaded.step_deadline, grammars=grammars,
+            step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching, speculate=settings.speculate,
+            grammars=grammars, passes=loaded.passes,
         )
         admitted = RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab)
         watermark = Watermark(settings.watermark_gamma, settings.watermark_delta)
@@ -136,13 +139,14 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
         loop.add_signal_handler(number, stop.set)
     begin = time.perf_counter()
     folder = ModelFolder.open(settings.model_folder)
-    loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder, f"{settings.shard_uds_path}-rendezvous"))
+    loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder, rendezvous_path(settings)))
     tokenizer = Tokenizer(folder.tokenizer_path) if settings.rank == 0 else None
     tokens = vocabulary(folder) if tokenizer else None
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
-        os._exit(0)  # told to stop while the weights load: nothing is open yet
+        remove_sockets(settings, path)
+        os._exit(0)  # told to stop while the weights load
     loaded = await loading
     load_seconds = time.perf_counter() - begin - loaded.warmup_seconds
     role: Role = (
@@ -153,6 +157,9 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
     role.start()
     await server.start()
     trim_memory()  # what loading leaves behind is larger than what it keeps
+    gc.freeze()  # else a full collection walks through torch's objects every few thousand steps
+    if settings.rank == 0:
+        log.info("%s", loaded.roofline)
     log.info("KV cache: %s", loaded.limits.explanation)
     log.info("ready: import %.1f s, load %.1f s, warm-up %.1f s", import_seconds, load_seconds, loaded.warmup_seconds)
     watching = asyncio.ensure_future(watch(role, standard))
@@ -223,6 +230,8 @@ def info(settings: ShardSettings, folder: ModelFolder, loaded: Loaded, grammar: 
     """The answer to Info. `grammar`: output can be constrained."""
     limits = loaded.limits
     features = ["logprobs", "top_n_tokens", "prompt_logprobs", "prompt_top_n_tokens", "watermark", "resume"]
+    if settings.prefix_caching:
+        features.append("prefix_caching")
     if grammar:
         features.append("grammar")
     return pb.InfoResponse(

@@ -8,6 +8,7 @@ from headrace._common.logs import LEVELS
 from headrace._common.options import option
 
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8", "q4")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,12 @@ class ShardSettings:
         None, "also listen on this port plus the rank, on loopback", env="HEADRACE_SHARD_TCP", minimum=1
     )
     dtype: str | None = option(
-        None, "data type of weights and KV cache; if not given a GGUF's own 4- or 8-bit weights, else float32", choices=DTYPES
+        None, "data type of the weights; float32 is the exact mode; if not given they stay as the model's files have them",
+        choices=DTYPES,
+    )
+    quantize: str | None = option(
+        None, "pack the weights to 8 bits, or to 4 with an output head of 8; what has fewer bits already stays so",
+        choices=QUANTIZATIONS,
     )
     max_input_tokens: int | None = option(
         None, "longest prompt, in tokens; one less than --max-total-tokens if not given", minimum=1
@@ -38,9 +44,16 @@ class ShardSettings:
         None, "tokens that the KV cache holds; computed from free memory if not given", minimum=16
     )
     max_batch_size: int | None = option(None, "requests that run at once; 256 if not given", minimum=1)
+    prefix_caching: bool = option(True, "let requests that begin alike share what was computed", env="PREFIX_CACHING")
+    speculate: int = option(0, "draft tokens of a request and step, guessed from its own text; 0: none", minimum=0)
     batch_lease: float = option(60.0, "seconds until a batch without a call is freed", env="HEADRACE_BATCH_LEASE", minimum=0)
     threads: int | None = option(None, "CPU threads of a shard; all cores if not given", env="HEADRACE_THREADS", minimum=1)
     watermark_gamma: float = option(0.5, "share of the vocabulary on the green list of a watermark", minimum=0)
     watermark_delta: float = option(2.0, "what a watermark adds to the logits of green tokens", minimum=0)
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")
+
+
+def conflict(dtype: str, quantize: str) -> str:
+    """What is wrong with both flags together."""
+    return f"--dtype {dtype} and --quantize {quantize} each say in which format the weights are held: give one"

@@ -68,7 +68,7 @@ class RequestReader:
             id=message.id, tokens=tokens, generated=generated, max_new=max_new, params=self._sampling(message.sampling),
             min_new=stopping.min_new_tokens, priority=message.priority, ignore_eos=stopping.ignore_eos,
             stop_ids=frozenset(self._checked(stopping.stop_token_ids, "stop_token_ids").tolist()),
-            top_n=self._top_n("top_n_tokens", message.want.top_n_tokens),
+            cache_salt=message.cache_salt, top_n=self._top_n("top_n_tokens", message.want.top_n_tokens),
             prompt_logprobs=message.want.prompt_logprobs,
             prompt_top_n=self._top_n("prompt_top_n_tokens", message.want.prompt_top_n_tokens),
             detokenizer=self._detokenizer(tokens[prompt:].tolist()) if message.return_text else None,
@@ -171,11 +171,16 @@ def step_message(result: rq.StepResult) -> pb.Step:
     timings = result.timings
     message = pb.Step(
         batch_id=result.batch_id, step=result.step, preempted=result.preempted, running=result.running,
-        cache=pb.Cache(blocks=result.blocks, free_blocks=result.free_blocks), end=result.end,  # type: ignore[arg-type]
+        cache=pb.Cache(
+            blocks=result.blocks, free_blocks=result.free_blocks, queried_tokens=result.queried_tokens,
+            hit_tokens=result.hit_tokens,
+        ),
+        end=result.end,  # type: ignore[arg-type]
         timings=pb.Timings(
             forward_us=int(timings.forward * 1e6), sample_us=int(timings.sample * 1e6),
             total_us=int(timings.total * 1e6),
             decode_tokens=timings.decode_tokens, prefill_tokens=timings.prefill_tokens,
+            draft_tokens=timings.draft_tokens, accepted_tokens=timings.accepted_tokens,
         ),
     )
     message.intermediates.request_id.extend(result.request_ids)
@@ -191,12 +196,13 @@ def _add_detail(step: pb.Step, detail: rq.Detail) -> None:
         request_id=detail.request_id, is_end=detail.finish_reason != rq.UNFINISHED,
         finish_reason=detail.finish_reason, message=detail.message, seed=detail.seed,
         prompt_tokens=detail.prompt_tokens, generated_tokens=detail.generated_tokens,
+        cached_tokens=detail.cached_tokens,
     )
     if detail.detokenizer:
-        text = detail.detokenizer.push(detail.token) if detail.token is not None else ""
+        text = "".join(detail.detokenizer.push(token) for token in detail.tokens)
         message.text = text + (detail.detokenizer.flush() if message.is_end else "")
-    if detail.top:
-        message.top.add(token_id=detail.top[0], logprob=detail.top[1])
+    for ids, logprobs in detail.top:
+        message.top.add(token_id=ids, logprob=logprobs)
     if detail.prompt_logprobs:
         message.prompt_logprobs.token_id.extend(detail.prompt_logprobs[0])
         message.prompt_logprobs.logprob.extend(detail.prompt_logprobs[1])

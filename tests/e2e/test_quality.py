@@ -1,8 +1,10 @@
-"""What the embedded model's own weights cost in quality: next-token distributions against those in float32."""
+"""What each format of the weights costs in quality: next-token distributions against those in float32."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +19,60 @@ from headrace_shard.kv.blocks import BLOCK_SIZE, blocks_for
 from headrace_shard.models import load_model
 from headrace_shard.parallel.group import Alone
 from headrace_shard.step import Chunk, StepInput
-from headrace_shard.weights import open_weights
+from headrace_shard.weights import WeightSource, open_weights
+from headrace_shard.weights.dequantize import F32
+from headrace_shard.weights.precision import BY_DTYPE, BY_QUANTIZE, EXACT, OWN, Precision
+from headrace_shard.weights.source import Blocks, Dense
 
 TEXT = Path(__file__).parents[2] / "docs/architecture.md"
 TOKENS = 512
-BOUND = 4e-3  # mean KL divergence; 4-bit layers, 8-bit head, rounded activations, float16 KV cache
 
 
-def log_probabilities(folder: ModelFolder, ids: list[int], own_weights: bool) -> torch.Tensor:
+class Unpacked:
+    """The model's values as a checkpoint of float32 has them."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def matrix(
+        self, name: str, shape: tuple[int, int], rows: range | None = None, columns: range | None = None,
+        precision: Precision = EXACT, head: bool = False,
+    ) -> Blocks | Dense:
+        return Dense.of(self._source.get(name, shape, rows, columns), precision.format_of(F32, head))
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the weights are held, and the largest mean KL divergence from float32 that this may cost."""
+
+    name: str
+    precision: Precision
+    bound: float
+    unpacked: bool = True  # the model as a float32 checkpoint; else its GGUF
+
+
+FORMATS = [
+    Format("the GGUF's own 4 and 8 bits", OWN, 4e-3, unpacked=False), Format("q4", BY_QUANTIZE["q4"], 4e-3),
+    Format("int8", BY_QUANTIZE["int8"], 2e-3), Format("bfloat16", BY_DTYPE["bfloat16"], 2e-4),
+    Format("float16", BY_DTYPE["float16"], 1e-5),
+]
+
+
+@pytest.fixture(scope="module")
+def ids(embedded_model: Path) -> list[int]:
+    folder = ModelFolder.open(embedded_model)
+    return Tokenizer.from_file(str(folder.tokenizer_path)).encode(TEXT.read_text("utf-8")).ids[:TOKENS]
+
+
+def log_probabilities(folder: Path, ids: list[int], precision: Precision, unpacked: bool = True) -> torch.Tensor:
     """[tokens, vocab] of the text as one prompt."""
-    backend = choose_backend(torch.float32, torch.device("cpu"), Alone(), 2, own_weights)
+    opened = ModelFolder.open(folder)
+    backend = choose_backend(precision, torch.device("cpu"), Alone(), 2)
+    weights: Any = open_weights(opened)
+    weights = Unpacked(weights) if unpacked else weights
     positions = np.arange(len(ids), dtype=np.int64)
     table = np.arange(1, blocks_for(len(ids)) + 1, dtype=np.int32)
     step = StepInput(
@@ -34,23 +80,33 @@ def log_probabilities(folder: ModelFolder, ids: list[int], own_weights: bool) ->
         np.zeros(0, dtype=np.int64), (Chunk(0, len(ids), 0, table),), positions,
     )
     with torch.inference_mode():
-        model = load_model(folder, open_weights(folder), backend)
+        model = load_model(opened, weights, backend)
         backend.allocate_kv(model.layers, len(table), model.attention)
         return model.forward(step).log_softmax(-1)
 
 
-def test_own_weights_stay_near_float32(embedded_model: Path) -> None:
+@pytest.fixture(scope="module")
+def exact(embedded_model: Path, ids: list[int]) -> torch.Tensor:
     try:
         Library()
     except BuildFailed:
         pytest.skip("no compiler: torch serves float32 here")
-    folder = ModelFolder.open(embedded_model)
-    text = TEXT.read_text("utf-8")
-    ids = Tokenizer.from_file(str(folder.tokenizer_path)).encode(text).ids[:TOKENS]
-    exact, own = (log_probabilities(folder, ids, own) for own in (False, True))
-    divergence = float((exact.exp() * (exact - own)).sum(-1).mean())
-    perplexity = [float(torch.exp(-p[:-1].gather(1, torch.tensor(ids[1:])[:, None]).mean())) for p in (exact, own)]
-    agree = float((exact.argmax(-1) == own.argmax(-1)).float().mean())
-    print(f"mean KL {divergence:.2e}, perplexity {perplexity[0]:.2f} and {perplexity[1]:.2f}, best token equal {agree:.1%}")
-    assert 0 < divergence < BOUND
-    assert abs(perplexity[1] / perplexity[0] - 1) < 0.03
+    return log_probabilities(embedded_model, ids, EXACT)
+
+
+def perplexity(log_probs: torch.Tensor, ids: list[int]) -> float:
+    return float(torch.exp(-log_probs[:-1].gather(1, torch.tensor(ids[1:])[:, None]).mean()))
+
+
+def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
+    return float((exact.exp() * (exact - other)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
+def test_weights_stay_near_float32(kind: Format, embedded_model: Path, ids: list[int], exact: torch.Tensor) -> None:
+    made = log_probabilities(embedded_model, ids, kind.precision, kind.unpacked)
+    apart, best = divergence(exact, made), float((exact.argmax(-1) == made.argmax(-1)).float().mean())
+    before, after = perplexity(exact, ids), perplexity(made, ids)
+    print(f"{kind.name}: mean KL {apart:.2e}, perplexity {after:.3f} (float32 {before:.3f}), best token equal {best:.1%}")
+    assert 0 < apart < kind.bound
+    assert abs(after / before - 1) < 0.03

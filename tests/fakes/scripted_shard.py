@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -67,8 +68,10 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
 
     def __init__(
         self, *, script: Script = cycle, step_seconds: float = 0.001, vocab_size: int = 400, eos_id: int = 2,
-        max_total_tokens: int = 1024, max_batch_size: int = 256, chunk: int = 1 << 30,
+        max_total_tokens: int = 1024, max_batch_size: int = 256, chunk: int = 1 << 30, tokens_per_step: int = 1,
     ) -> None:
+        """`chunk`: prompt tokens of a row that one step takes; `tokens_per_step`: of each row, as speculation gives them."""
+        self.tokens_per_step = tokens_per_step
         self.script, self.step_seconds, self.vocab_size, self.eos_id = script, step_seconds, vocab_size, eos_id
         self.max_total_tokens, self.max_batch_size, self.chunk = max_total_tokens, max_batch_size, chunk
         self.room = max_batch_size  # rows that fit; fewer than max_batch_size: RESOURCE_EXHAUSTED
@@ -231,7 +234,9 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         call.requests = []
         step = pb.Step(batch_id=batch.id, step=self.step)
         for row in list(batch.rows.values()):
-            self._advance(batch, row, step)
+            for _ in range(self.tokens_per_step):
+                if row.request.id in batch.rows:
+                    self._advance(batch, row, step)
         while self._preempt and batch.rows:
             self._preempt -= 1
             request_id = max(batch.rows)
@@ -300,8 +305,8 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         batch.calls.clear()
 
 
-async def _main(target: str, step_seconds: float) -> None:
-    shard = ScriptedShard(step_seconds=step_seconds)
+async def _main(target: str, **options: Any) -> None:
+    shard = ScriptedShard(**options)
     await shard.start(target)
     print("ready", flush=True)
     await asyncio.Event().wait()
@@ -311,5 +316,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True, help="unix:PATH or HOST:PORT")
     parser.add_argument("--step-ms", type=float, default=1.0)
+    parser.add_argument("--tokens-per-step", type=int, default=1, help="of each request")
+    parser.add_argument("--max-batch-size", type=int, default=256)
     arguments = parser.parse_args()
-    asyncio.run(_main(arguments.target, arguments.step_ms / 1000))
+    asyncio.run(_main(
+        arguments.target, step_seconds=arguments.step_ms / 1000, tokens_per_step=arguments.tokens_per_step,
+        max_batch_size=arguments.max_batch_size,
+    ))

@@ -166,7 +166,7 @@ def test_a_second_signal_ends_it_now(launch: Callable[..., Launched]) -> None:
     connection, response = stream(port, 4000)
     assert response.readline().startswith(b"data:")
     server.process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    wait_for(lambda: "INFO stopping" in server.err.read_text(), 10)  # the stream may take less than a second
     begun = time.monotonic()
     server.process.send_signal(signal.SIGINT)
     status, _ = server.end()

@@ -604,7 +604,7 @@ async def test_a_closed_batcher_takes_nothing(start: Start) -> None:
         await server.router.batcher.close("it is over")
         async with server.router.batcher.submit(GenerateRequest([40], 5)) as stream:
             with pytest.raises(GenerationFailed, match="it is over"):
-                await stream.read(1.0)
+                await stream.read()
 
 
 async def test_a_failing_shard_gives_one_error_event(start: Start) -> None:

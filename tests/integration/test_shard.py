@@ -58,6 +58,17 @@ def refusal(call: Callable[[], Any]) -> tuple[str, str]:
     return error.code().name, error.details()
 
 
+def test_a_prefix_seen_before_is_not_computed_again_and_changes_nothing(one: ShardProcess) -> None:
+    text = "The water runs down the hill to the mill. " * 8
+    first = solo(one, ask(1, text, cache_salt="a"))
+    steps = prefill(one, ask(2, text, cache_salt="a"), owner="again")
+    (detail,) = steps[-1].details
+    assert detail.cached_tokens >= 16
+    assert detail.cached_tokens % 16 == 0
+    assert steps[-1].cache.hit_tokens >= detail.cached_tokens
+    assert tokens(steps + decode(one, steps[0].batch_id, owner="again"), 2) == first
+
+
 def test_info_says_what_is_served(one: ShardProcess, tiny_model: Path) -> None:
     info = one.stub.Info(pb.InfoRequest())
     assert (info.model_id, info.dtype, info.device, info.rank, info.world_size, info.leader) == (

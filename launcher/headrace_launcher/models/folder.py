@@ -1,4 +1,4 @@
-"""Local folders of safetensors: checked, and used in place."""
+"""Local folders of safetensors, or of JSON files beside a model.gguf: checked, and used in place."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace._common.errors import StartupError
-from headrace._common.model_folder import read_json
-from headrace_launcher.models import weights
+from headrace._common.model_folder import GGUF_NAME, read_json
+from headrace_launcher.models import gguf_header, weights
 from headrace_launcher.private import CacheProvider, locked, new_folder
 
 # Files of tokenizers that only transformers' slow classes read.
@@ -34,7 +34,10 @@ def resolve(path: Path, caches: CacheProvider, say: Callable[[str], None]) -> Pa
     if not (path / "config.json").is_file():
         raise StartupError(_what_else(path))
     config = read_json(path / "config.json")
-    weights.check_folder(path, config)
+    if (path / GGUF_NAME).is_file():
+        gguf_header.read(path / GGUF_NAME)
+    else:
+        weights.check_folder(path, config)
     if "auto_map" in config:
         logging.getLogger(__name__).warning("%s carries code of its own, which is not run", path)
     if (path / "tokenizer.json").is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from headrace._common.errors import StartupError
 from headrace._common.model_folder import GGUF_NAME
 from headrace_launcher.private import CacheProvider, locked, new_folder
 
-_VERSION = 1  # of the conversion: raise it when derived folders of older versions must not be used any more
+_VERSION = 2  # of the conversion: raise it when derived folders of older versions must not be used any more
+_NAMED_TEMPLATE = "tokenizer.chat_template."  # the key of a template beside the default one, up to its name
+_TEMPLATE_NAME = re.compile(r"\w+")
 
 
 def resolve(path: Path, caches: CacheProvider, say: Callable[[str], None]) -> Path:
@@ -59,6 +62,11 @@ def _write(header: Any, folder: Path) -> None:
     _dump(folder / "tokenizer_config.json", gguf_tokenizer.tokenizer_config(header))
     if template := header.metadata.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, "utf-8")
+    for key, template in header.metadata.items():
+        name = key.removeprefix(_NAMED_TEMPLATE)
+        if name != key and _TEMPLATE_NAME.fullmatch(name) and isinstance(template, str):
+            (folder / "additional_chat_templates").mkdir(exist_ok=True)
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(template, "utf-8")
     os.symlink(header.path.resolve(), folder / GGUF_NAME)
 
 

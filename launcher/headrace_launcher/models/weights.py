@@ -28,8 +28,15 @@ def check_folder(folder: Path, config: dict[str, Any]) -> None:
     """Check the weights of a safetensors folder.
 
     Raises:
-        StartupError: a file is missing, cut short or no safetensors file, or a tensor is missing; names it.
+        StartupError: a file is missing, cut short or no safetensors file, or a tensor is missing; names it. Or the weights
+            are packed in a way that only other servers read.
     """
+    if packed := config.get("quantization_config"):
+        method = packed.get("quant_method", "unknown") if isinstance(packed, dict) else "unknown"
+        raise StartupError(
+            f"{folder} holds weights packed by another program ({method} in config.json), which are not supported: "
+            "take the model in 16 or 32 bits; --quantize int8 or q4 packs it at the start"
+        )
     if (folder / INDEX).is_file():
         names = _check_index(folder)
     else:
@@ -101,7 +108,7 @@ def _check_parts(folder: Path, files: list[Path]) -> None:
 
 def _check_tensors(folder: Path, config: dict[str, Any], names: set[str]) -> None:
     """Every tensor of a Llama-like model must be there; other families are checked when they are loaded."""
-    if config.get("model_type") not in _LLAMA_LIKE or "quantization_config" in config:
+    if config.get("model_type") not in _LLAMA_LIKE:
         return
     prefix = "" if any(name.startswith("layers.") for name in names) else "model."
     expected = [f"{prefix}embed_tokens.weight", f"{prefix}norm.weight"]

@@ -1,6 +1,7 @@
 """The model folder: the only form in which router and shards see a model.
 
-    config.json  generation_config.json  tokenizer.json  tokenizer_config.json  chat_template.jinja
+    config.json  generation_config.json  tokenizer.json  tokenizer_config.json
+    chat_template.jinja  additional_chat_templates/NAME.jinja
     *.safetensors (with model.safetensors.index.json) or model.gguf
 
 The launcher makes or finds it once; nothing here knows hubs, caches or GGUF metadata.
@@ -17,6 +18,7 @@ from typing import Any
 from headrace._common.errors import StartupError
 
 GGUF_NAME = "model.gguf"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,9 @@ class ModelFolder:
 
     @cached_property
     def special_texts(self) -> dict[str, str]:
-        """Texts of the named special tokens: bos_token, eos_token, pad_token, unk_token where there are such."""
+        """Texts of the named special tokens, of SPECIAL_TOKENS, where there are such."""
         texts = {}
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        for name in SPECIAL_TOKENS:
             value = self.tokenizer_config.get(name)
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
@@ -81,29 +83,38 @@ class ModelFolder:
         return texts
 
     @cached_property
-    def chat_template(self) -> str | None:
-        """The model's chat template (Jinja source): .jinja file, else the older JSON places; None if it has none.
+    def chat_templates(self) -> dict[str, str]:
+        """The model's chat templates (Jinja source) by name, `default` the one for every conversation.
+
+        .jinja files (`chat_template.jinja`, `additional_chat_templates/NAME.jinja`), else the older JSON places.
 
         Raises:
             StartupError: a file cannot be read; names it.
         """
-        jinja = self.path / "chat_template.jinja"
-        if jinja.is_file():
-            return read_text(jinja)
+        files = {path.stem: path for path in sorted(self.path.glob("additional_chat_templates/*.jinja"))}
+        if (jinja := self.path / "chat_template.jinja").is_file():
+            files["default"] = jinja
+        if files:
+            return {name: read_text(path) for name, path in files.items()}
         for source in (read_json(self.path / "chat_template.json", missing_ok=True), self.tokenizer_config):
-            template = source.get("chat_template")
-            if isinstance(template, list):  # several, named
-                named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-                template = named.get("default")
-            if isinstance(template, str):
-                return template
-        return None
+            if found := named_templates(source.get("chat_template")):
+                return found
+        return {}
 
     @property
     def gguf(self) -> Path | None:
         """The GGUF file whose tensors are this model's weights, if it is of that kind."""
         path = self.path / GGUF_NAME
         return path if path.is_file() else None
+
+
+def named_templates(value: Any) -> dict[str, str]:
+    """The templates in a `chat_template` member: one, or several with names; {} if there is none."""
+    if isinstance(value, str):
+        return {"default": value}
+    items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    named = {item.get("name"): item.get("template") for item in items}
+    return {name: source for name, source in named.items() if isinstance(name, str) and isinstance(source, str)}
 
 
 def read_text(path: Path) -> str:

@@ -45,6 +45,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.added_texts = {token.content: bool(token.special) for token in added.values()}  # text -> it is special
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.bytes_of = TokenBytes(self._tokenizer)
         self._most_characters, self._dropped = _bound(self._tokenizer, self.bytes_of)
@@ -58,7 +59,9 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]  # without offsets
+        ids: list[int] = encoding.ids
+        del encoding
         _give_back(text)
         return ids
 

@@ -76,6 +76,11 @@ class ChatReplies(Replies):
         ids = [token.id] if self.shown.token_ids else UNSET
         if not deltas and (ids or (self.shown.logprobs and not is_end_token(token))):
             deltas = [shapes.Delta(content="")]
+        if len(parts) == 1 and isinstance(parts[0], Text) and not ids and not self.shown.logprobs:
+            deltas = []
+            out += self.text_frame(
+                index, parts[0].text, lambda text: shapes.ChatChunkChoice(index, shapes.Delta(content=text), None, None)
+            )
         for place, delta in enumerate(deltas):
             logprobs = self._logprobs([token] if place == 0 else [])
             out += self.frame(shapes.ChatChunkChoice(index, delta, logprobs, None, [] if ids and place else ids))

@@ -26,6 +26,7 @@ from headrace_router.api.tool_types import FunctionTool
 from headrace_router.api.tools import Reading, ToolUse, offered, plain_tools, tool_use
 from headrace_router.service import Service
 from headrace_router.text import pool
+from headrace_router.text.renderer import Turn
 from headrace_router.validation import CHAT, Rules, check_least, check_range, too_long
 
 MAX_TOP_LOGPROBS = 20
@@ -126,7 +127,7 @@ async def encode_chat(
         if isinstance(body, ChatBody) and body.tool_prompt:
             messages = _with_prompt(messages, body.tool_prompt)
     try:
-        return await service.text.chat(messages, most, turn, variables)
+        return await service.text.chat(messages, most, turn, variables, complete=True)
     except pool.TooLong as error:
         raise too_long(CHAT, error.at_least, service.limits) from None
 
@@ -151,7 +152,7 @@ def _check_messages(messages: list[Message]) -> list[dict[str, Any]]:
     return plain
 
 
-def _turn(body: Conversation, messages: list[dict[str, Any]]) -> pool.Turn | None:
+def _turn(body: Conversation, messages: list[dict[str, Any]]) -> Turn | None:
     """How the prompt ends. An assistant's last message goes on, unless a flag says otherwise."""
     on, new = body.continue_final_message, body.add_generation_prompt
     if on and new:

@@ -42,7 +42,7 @@ async def run_all(service: Service, ticket: Ticket, requests: Sequence[GenerateR
     made: list[list[Token]] = [[] for _ in requests]
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(service.engine.submit(request)) for request in requests]
-        async for tokens in merge(streams, None):
+        async for tokens in merge(streams):
             for index, token in tokens:
                 made[index].append(token)
                 if token.end is not None:

@@ -35,7 +35,9 @@ class CompletionReplies(Replies):
                 out += self.frame(first)
         if not shown.output:
             return out
-        if token.text or token.end is not None or shown.logprobs or shown.token_ids:
+        if token.text and token.end is None and not shown.logprobs and not shown.token_ids:
+            out += self.text_frame(index, token.text, lambda text: shapes.CompletionChoice(index, text, None, None))
+        elif token.text or token.end is not None or shown.logprobs or shown.token_ids:
             reason = REASONS[token.end.finish_reason] if token.end is not None else None
             ids = [token.id] if shown.token_ids else UNSET
             out += self.frame(shapes.CompletionChoice(index, token.text, self._columns(index, [token]), reason, ids))

@@ -15,6 +15,7 @@ from headrace_router.api.native_replies import event, whole
 from headrace_router.api.native_requests import Prepared, prepare
 from headrace_router.api.timing import compute_headers, time_headers
 from headrace_router.service import SERVICE, Service, Ticket
+from headrace_router.types import Token
 
 
 async def generate(request: web.Request) -> web.Response:
@@ -96,23 +97,21 @@ async def _stream(
 ) -> web.StreamResponse:
     ticket.submitted()
     wanted, tokenizer = prepared.requests[0], service.text.tokenizer
+    index = 0
+
+    def frames(_: int, token: Token) -> bytes:
+        nonlocal index
+        index += 1
+        if token.end is not None:
+            ticket.ended(wanted, token.end)
+        return sse.frame(shapes.encode(event(tokenizer, prepared, index, token)))
+
     async with service.engine.submit(wanted) as stream:
-        response = await sse.open_stream(request, compute_headers(service, characters))
-        index, ended = 0, False
-        while not ended:
-            try:
-                tokens = await stream.read(sse.KEEP_ALIVE_SECONDS)
-            except HeadraceError as error:
-                ticket.fail(error)
-                await response.write(native_event(error))
-                break
-            frames = [sse.PING] if not tokens else []
-            for token in tokens:
-                index += 1
-                frames.append(sse.frame(shapes.encode(event(tokenizer, prepared, index, token))))
-                if token.end is not None:
-                    ended = True
-                    ticket.ended(wanted, token.end)
-            await response.write(b"".join(frames))
-    await response.write_eof()
-    return response
+        events = await sse.open_stream(request, compute_headers(service, characters))
+        try:
+            await events.relay([stream], frames)
+            last = b""
+        except HeadraceError as error:
+            ticket.fail(error)
+            last = native_event(error)
+        return await events.end(last)

@@ -20,7 +20,6 @@ from headrace_router.api.completion_requests import prepare_completion
 from headrace_router.api.openai_replies import usage
 from headrace_router.api.openai_requests import Prepared
 from headrace_router.api.timing import compute_headers, time_headers
-from headrace_router.merge import merge
 from headrace_router.service import SERVICE, Service, Ticket
 from headrace_router.types import End, Token
 
@@ -95,22 +94,20 @@ async def _stream(
 ) -> web.StreamResponse:
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(service.engine.submit(r)) for r in prepared.requests]
-        response = await sse.open_stream(request, headers)
+        ends: dict[int, End] = {}
+
+        def frames(index: int, token: Token) -> bytes:
+            if token.end is not None:
+                ends[index] = token.end
+                ticket.ended(prepared.requests[index], token.end)
+            return replies.frames(index, token)
+
+        events = await sse.open_stream(request, headers)
         try:
-            ends: dict[int, End] = {}
-            async for tokens in merge(streams, sse.KEEP_ALIVE_SECONDS):
-                for index, token in tokens:
-                    if token.end is not None:
-                        ends[index] = token.end
-                        ticket.ended(prepared.requests[index], token.end)
-                frames = [replies.frames(index, token) for index, token in tokens] or [sse.PING]
-                if data := b"".join(frames):
-                    await response.write(data)
+            await events.relay(streams, frames)
             in_order = [ends[index] for index in sorted(ends)]
             last = replies.last_frames(in_order)
         except HeadraceError as error:
             ticket.fail(error)
             last = replies.error_frames(error)
-        await response.write(last)
-        await response.write_eof()
-        return response
+        return await events.end(last)

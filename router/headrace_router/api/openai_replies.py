@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import headrace
@@ -49,11 +49,22 @@ class Replies:
         }
         if self.shown.service_tier is not None:
             self._envelope["service_tier"] = self.shown.service_tier
+        self._of_text: dict[int, sse.FrameOfText] = {}  # by choice
         self._no_usage: dict[str, Any] = {"usage": None} if self.shown.include_usage else {}
 
     def frame(self, choice: Any, **more: Any) -> bytes:
         """A chunk with one choice."""
-        return sse.frame(shapes.encode(self.chunk(choices=[choice], **self._envelope, **self._no_usage, **more)))
+        return sse.frame(self._data(choice, **more))
+
+    def _data(self, choice: Any, **more: Any) -> bytes:
+        return shapes.encode(self.chunk(choices=[choice], **self._envelope, **self._no_usage, **more))
+
+    def text_frame(self, index: int, text: str, choice: Callable[[str], Any]) -> bytes:
+        """A chunk that differs from others of its choice in its text alone; `choice` makes it of a text."""
+        made = self._of_text.get(index)
+        if made is None:
+            made = self._of_text[index] = sse.FrameOfText(lambda text: self._data(choice(text)))
+        return made(text)
 
     def last_frames(self, ends: list[End]) -> bytes:
         """The end of a stream, with an extra chunk if it asked for usage. `ends`: by request."""

@@ -11,14 +11,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from headrace._common.errors import InvalidRequest
+from headrace._common.errors import InvalidRequest, TemplateError
 from headrace._common.tokenizing import Tokenizer
 
 _NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
 
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same; templates read the first two
+
+
 def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A copy of OpenAI's messages for the template: text parts joined, null members dropped, tool arguments as objects.
+    """A copy of OpenAI's messages for the template: null members dropped, tool arguments as objects, reasoning under the
+    names that transformers gives it.
 
     Raises:
         InvalidRequest: the arguments of a tool call are not JSON.
@@ -28,10 +32,10 @@ def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _template_message(message: dict[str, Any], index: int) -> dict[str, Any]:
     made = {key: value for key, value in message.items() if value is not None}
-    if isinstance(made.get("content"), list):
-        made["content"] = "".join(part["text"] for part in made["content"])
-    elif "content" not in made:
-        made["content"] = ""
+    made.setdefault("content", "")  # many templates add it to other text, also beside tool calls
+    reasoning = next((made[name] for name in _REASONING if name in made), None)
+    if reasoning is not None:
+        made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
     if "function_call" in made:
         made["function_call"] = _template_call({"function": made["function_call"]}, index)["function"]
     if "tool_calls" in made:
@@ -51,49 +55,70 @@ def _template_call(call: dict[str, Any], index: int) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-class Marked:
-    """A conversation whose control tokens, if users wrote any, stand between two marks."""
+class Marks:
+    """Characters that no text of a conversation holds. Two of them stand around control tokens that users wrote, one
+    behind the text where the conversation is to go on.
+    """
 
-    def __init__(self, messages: list[dict[str, Any]], control: re.Pattern[str]) -> None:
-        """`control` matches the text of any control token.
+    def __init__(self, values: list[Any], control: re.Pattern[str]) -> None:
+        """`values`: everything that comes from users, as JSON; `control` matches the text of any control token.
 
         Raises:
-            InvalidRequest: the messages use up Unicode's noncharacters, so that none is left as a mark.
+            InvalidRequest: they use up Unicode's noncharacters, so that too few are left.
         """
-        self.marks: tuple[str, str] | None = None
         texts: list[str] = []
 
         def collect(text: str) -> str:
             texts.append(text)
             return text
 
-        _each_text(messages, collect)
-        self.messages = messages
-        if any(control.search(text) for text in texts):
-            free = [c for c in _NONCHARACTERS if not any(c in text for text in texts)]
-            if len(free) < 2:
-                raise InvalidRequest("the messages hold too many different noncharacters", "messages")
-            start, end = self.marks = free[0], free[1]
-            self.messages = _each_text(messages, lambda text: control.sub(rf"{start}\g<0>{end}", text))
+        _each_text(values, collect)
+        self._needed = any(control.search(text) for text in texts)
+        free = [c for c in _NONCHARACTERS if not any(c in text for text in texts)]
+        if len(free) < 3:
+            raise InvalidRequest("the messages hold too many different noncharacters", "messages")
+        self._start, self._end, self._cut = free[:3]
 
-    def plain(self, rendered: str) -> str:
-        """The rendered text without marks."""
-        for mark in self.marks or ():
-            rendered = rendered.replace(mark, "")
-        return rendered
+    def mark(self, value: Any, control: re.Pattern[str]) -> Any:
+        """A JSON value with marks around every control token in it, but in a role; a copy if there are any."""
+        if not self._needed:
+            return value
+        around = rf"{self._start}\g<0>{self._end}"
+        return _each_text(value, lambda text: control.sub(around, text))
 
-    def parts(self, rendered: str) -> list[tuple[str, bool]]:
-        """The rendered text cut at the marks: (text, it is plain text of a user)."""
-        if self.marks is None:
+    def cut_behind(self, content: Any) -> Any:
+        """The content, a text or a list of parts, with a mark behind its text and a space that shows if it is stripped.
+
+        Raises:
+            TemplateError: there is no text.
+        """
+        if isinstance(content, str):
+            return f"{content}{self._cut} "
+        for at in reversed(range(len(content))):
+            if "text" in (part := content[at]):
+                return [*content[:at], {**part, "text": f"{part['text']}{self._cut} "}, *content[at + 1 :]]
+        raise TemplateError("Template error: the last assistant message has no text to go on from")
+
+    def cut(self, rendered: str) -> str:
+        """The rendered text up to the mark, as transformers' `continue_final_message` cuts it.
+
+        Raises:
+            TemplateError: the template does not write the last message's content as it is.
+        """
+        at = rendered.rfind(self._cut)
+        if at < 0:
+            raise TemplateError("Template error: the chat template does not write the last assistant message as it is")
+        return rendered[:at] if rendered.startswith(f"{self._cut} ", at) else rendered[:at].rstrip()
+
+    def parts(self, rendered: str, control: re.Pattern[str]) -> list[tuple[str, bool]]:
+        """The rendered text cut at the marks: (text, it is a control token that a user wrote).
+
+        A template may have cut a marked token in two: marks that stand alone are dropped.
+        """
+        if not self._needed:
             return [(rendered, False)]
-        start, end = self.marks
-        parts, plain = [], False
-        for piece in re.split(f"([{start}{end}])", rendered):
-            if piece in (start, end):
-                plain = piece == start
-            elif piece:
-                parts.append((piece, plain))
-        return parts
+        pieces = re.split(f"{self._start}({control.pattern}){self._end}|[{self._start}{self._end}]", rendered)
+        return [(piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece]
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
@@ -112,8 +137,6 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        texts = sorted((tokenizer.text_of(i) for i in tokenizer.special_ids), key=len, reverse=True)
-        self.control = re.compile("|".join(re.escape(text) for text in texts if text) or "(?!)")
         first = tokenizer.encode("a", add_special_tokens=False)
         self._adds_space = bool(first) and tokenizer.text_of(first[0]).startswith("\u2581")
         self._newline = tokenizer.encode("\n", add_special_tokens=False)
@@ -122,10 +145,17 @@ class ChatEncoder:
         """Token ids of the parts of a rendered conversation."""
         ids: list[int] = []
         for index, (text, plain) in enumerate(parts):
-            # a control token cut in two is none any more, and its halves encode to the same text
-            for place, piece in enumerate([text[:1], text[1:]] if plain else [text]):
+            for place, piece in enumerate(self._halves(text) if plain else [text]):
                 ids += self._encode(piece, at_start=index == 0 and place == 0)
         return ids
+
+    def _halves(self, text: str) -> list[str]:
+        """A control token cut until none is left in the pieces; they encode to the same text."""
+        pieces = []
+        while any(added in text for added in self._tokenizer.added_texts) and len(text) > 1:
+            pieces.append(text[:1])
+            text = text[1:]
+        return [*pieces, text]
 
     def _encode(self, text: str, at_start: bool) -> list[int]:
         if at_start or not self._adds_space:

@@ -5,28 +5,26 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from headrace._common.errors import StartupError, TemplateError
-from headrace._common.model_folder import ModelFolder, read_text
+from headrace._common.model_folder import ModelFolder, named_templates, read_text
 from headrace._common.tokenizing import Piece, Tokenizer
 from headrace_router.text import reasoning
-from headrace_router.text.chat import ChatEncoder, Marked, template_messages
+from headrace_router.text.chat import ChatEncoder, template_messages
 from headrace_router.text.normalize import normalize
-from headrace_router.text.template import MAX_SECONDS, ChatTemplate
+from headrace_router.text.renderer import ChatRenderer, Turn
+from headrace_router.text.template_limits import MAX_SECONDS
 from headrace_router.text.tools import formats
-from headrace_router.text.tools.prompting import adapt
 
 T = TypeVar("T")
 
 
 SLICE = 16_384  # characters
-Turn = Literal["new", "continue", "none"]  # a new one of the assistant; its last message goes on; nothing is begun
 
 
 class TooLong(Exception):
@@ -59,9 +57,9 @@ class TextPool:
         """
         self.tokenizer = Tokenizer(folder.tokenizer_path)
         self._chat = ChatEncoder(self.tokenizer)
-        self._template, self._template_error = _load_template(folder, template_path)
-        self.tools = formats.choose(tool_parser, self.mentions)
-        self.reasoning = reasoning.choose(reasoning_parser, self.mentions)
+        self._renderer, self._template_error = _load_templates(folder, template_path, self.tokenizer)
+        self.tools = formats.choose(tool_parser, self._shows)
+        self.reasoning = reasoning.choose(reasoning_parser, self._shows)
         self._mode = normalize
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
 
@@ -104,13 +102,14 @@ class TextPool:
 
     async def chat(
         self, messages: list[dict[str, Any]], most: int | None = None, turn: Turn | None = None,
-        variables: dict[str, Any] | None = None,
+        variables: dict[str, Any] | None = None, complete: bool = False,
     ) -> ChatPrompt:
         """The prompt of a conversation.
 
         Args:
             turn: how it ends; None: the assistant goes on where it stopped if it spoke last, else it is its turn.
             variables: more of them for the template; their strings are plain text, as messages are.
+            complete: write what the template does not know of tools and calls into the messages.
 
         Raises:
             TooLong: it has many more tokens than `most`.
@@ -119,7 +118,7 @@ class TextPool:
         """
         try:
             async with asyncio.timeout(2 * MAX_SECONDS):
-                return await self.run(self._render, messages, most, turn, variables or {})
+                return await self.run(self._render, messages, most, turn, variables or {}, complete)
         except TimeoutError:
             raise TemplateError("Template error: the chat template takes too long") from None
 
@@ -135,72 +134,56 @@ class TextPool:
 
     def mentions(self, word: str) -> bool:
         """Does the chat template hold `word`?"""
-        return self._template is not None and self._template.mentions(word)
+        return self._renderer is not None and self._renderer.mentions(word)
+
+    def _shows(self, text: str) -> bool:
+        """Does any of the chat templates hold this?"""
+        return self._renderer is not None and self._renderer.shows(text)
 
     def _render(
-        self, messages: list[dict[str, Any]], most: int | None, turn: Turn | None, variables: dict[str, Any]
+        self, messages: list[dict[str, Any]], most: int | None, turn: Turn | None, variables: dict[str, Any], complete: bool
     ) -> ChatPrompt:
-        if self._template is None:
+        if self._renderer is None:
             raise TemplateError(self._template_error)
-        ready = template_messages(messages)
-        if not self._template.mentions("developer"):  # the newer name of the system role
-            ready = [{**m, "role": "system"} if m["role"] == "developer" else m for m in ready]
+        ready = [{**m, "content": self._normal(m["content"])} for m in template_messages(messages)]
         if turn is None:
-            last = ready[-1]
-            turn = "continue" if last["role"] == "assistant" and not last.get("tool_calls") else "new"
-        ready = adapt(ready, variables.get("tools"), self._template.mentions)
-        ready = [{**m, "content": self.normalize(m["content"])} for m in ready]
-        marked = Marked([*ready, variables], self._chat.control)
-        *made, extra = marked.messages
-        final = made[-1]["content"]
-        rendered = self._template.render(made, add_generation_prompt=turn == "new", **extra)
-        if turn == "continue":
-            rendered = _cut_after(rendered, final)
-        plain = marked.plain(rendered)
-        self._check_length(plain, most)
-        return ChatPrompt(plain, self._chat.encode(marked.parts(rendered)))
+            calls = ready[-1].get("tool_calls") or ready[-1].get("function_call")
+            turn = "continue" if ready[-1]["role"] == "assistant" and not calls else "new"
+        rendered = self._renderer.render(ready, turn, variables, complete)
+        text = rendered.text
+        self._check_length(text, most)
+        return ChatPrompt(text, self._chat.encode(rendered.parts))
+
+    def _normal(self, content: Any) -> Any:
+        """A message's content with its text normalized; parts become one text then."""
+        if self._mode == "none":
+            return content
+        return self.normalize(content if isinstance(content, str) else "".join(part["text"] for part in content))
 
 
-def _cut_after(rendered: str, final: str) -> str:
-    """The rendered text up to the end of the last message's content, as transformers' `continue_final_message` cuts.
-
-    Raises:
-        TemplateError: the template does not write that content as it is.
-    """
-    content = final.strip()
-    at = rendered.rfind(content) if content else -1
-    if at < 0:
-        raise TemplateError("Template error: the chat template does not write the last assistant message as it is")
-    kept = content + re.match(r"\s*", final[len(final.rstrip()):])[0]  # type: ignore[index]
-    end = at + (len(kept) if rendered.startswith(kept, at) else len(content))
-    return rendered[:end]
-
-
-def _load_template(folder: ModelFolder, path: str | None) -> tuple[ChatTemplate | None, str]:
-    """(template, None), or (None, why there is none). A model without a usable template still serves raw prompts.
+def _load_templates(folder: ModelFolder, path: str | None, tokenizer: Tokenizer) -> tuple[ChatRenderer | None, str]:
+    """(the templates, ""), or (None, why there are none). A model without a usable template still serves raw prompts.
 
     Raises:
         StartupError: the operator names a file that cannot be read.
     """
-    source = folder.chat_template if path is None else _template_file(Path(path))
-    if source is None:
+    sources = folder.chat_templates if path is None else _template_file(Path(path))
+    if not sources:
         return None, "Template error: the model has no chat template"
     try:
-        return ChatTemplate(source, folder.special_texts), ""
+        return ChatRenderer(sources, folder.special_texts, tokenizer), ""
     except TemplateError as error:
         return None, str(error)
 
 
-def _template_file(path: Path) -> str | None:
+def _template_file(path: Path) -> dict[str, str]:
     text = read_text(path)
     if path.suffix != ".json":
-        return text
+        return {"default": text}
     try:
-        template = json.loads(text).get("chat_template")
+        found = named_templates(json.loads(text).get("chat_template"))
     except (ValueError, AttributeError):
         raise StartupError(f"{path} holds no JSON object") from None
-    if isinstance(template, list):
-        template = {t["name"]: t["template"] for t in template}.get("default")
-    if not isinstance(template, str):
+    if not found:
         raise StartupError(f"{path} has no chat_template")
-    return template
+    return found

@@ -1,15 +1,13 @@
 """Chat templates: Jinja source that comes with a model, which is data from strangers.
 
-Rendering equals transformers' (`transformers.utils.chat_template_utils`; a test holds them equal) with limits on work:
-every loop iteration and macro call passes a check of steps and time, and repetition cannot build huge values.
+Rendering equals transformers' (`transformers.utils.chat_template_utils`; a test holds them equal) within the limits of
+`template_limits.py`.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -17,45 +15,9 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 
 from headrace._common.errors import TemplateError
-
-MAX_SECONDS = 5.0
-MAX_STEPS = 300_000
-MAX_OUTPUT = 16_000_000  # characters
-
-
-class LimitReached(jinja2.TemplateRuntimeError):
-    """The template does more work than a chat can need."""
-
-
-class _Budget(threading.local):
-    """What the rendering of this thread may still do."""
-
-    steps = 0
-    deadline = 0.0
-
-    def start(self) -> None:
-        self.steps, self.deadline = 0, time.monotonic() + MAX_SECONDS
-
-    def step(self) -> str:
-        self.steps += 1
-        if self.steps > MAX_STEPS or (self.steps % 256 == 0 and time.monotonic() > self.deadline):
-            raise LimitReached("the chat template does not come to an end")
-        return ""
-
-
-class _Guard(NodeTransformer):
-    """Puts a step of the budget into the body of every loop and macro."""
-
-    def _guarded(self, node: nodes.Node) -> nodes.Node:
-        self.generic_visit(node)
-        step = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))  # type: ignore[attr-defined]
-        return node
-
-    visit_For = visit_Macro = visit_CallBlock = _guarded
+from headrace_router.text.template_limits import Budget, Guard, guard_filters
 
 
 class _Generation(jinja2.ext.Extension):
@@ -106,34 +68,46 @@ def _check_name(name: Any) -> None:
 class _Environment(ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates, with a budget."""
 
-    intercepted_binops = frozenset(["*", "**"])
+    intercepted_binops = frozenset(["*", "**", "+", "%"])
 
     def __init__(self) -> None:
+        self.budget = Budget()
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols],
+            finalize=self.budget.output,
         )
-        self.budget = _Budget()
         self.filters["tojson"] = _tojson
+        guard_filters(self.filters, self.budget)
+        del self.globals["lipsum"]  # no conversation needs it, and it takes its time
         self.globals |= {
             "raise_exception": _raise_exception, "strftime_now": _strftime_now,
             "dict": _Dict(), "namespace": _Namespace,
         }
 
-    def step(self) -> str:
-        return self.budget.step()
+    def step(self, text: int) -> str:
+        return self.budget.step(text)
+
+    def concat_checked(self, *values: Any) -> str:
+        """`~`"""
+        return "".join([str(self.budget.output(value)) for value in values])
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         parsed = super()._parse(source, name, filename)
-        guarded: nodes.Template = _Guard().visit(parsed)
+        guarded: nodes.Template = Guard().visit(parsed)
         return guarded
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and (not isinstance(left, float) and abs(right) > 1024):
-            raise LimitReached("the chat template raises to a power that is too large")
-        sized, times = (right, left) if isinstance(left, int) else (left, right)
-        if operator == "*" and hasattr(sized, "__len__") and len(sized) * times > MAX_OUTPUT:
-            raise LimitReached("the chat template builds a value that is too large")
+        self.budget.check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **options: Any) -> Any:
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps `format`
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str):
+            if method.__name__ == "join" and args:
+                args = (list(args[0]), *args[1:])
+            __self.budget.check_call(method.__name__, owner, (*args, *options.values()))
+        return super().call(__context, __obj, *args, **options)
 
 
 def _tojson(
@@ -168,12 +142,21 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"Template error: the model's chat template cannot be compiled: {error}") from None
 
+    @property
+    def literals(self) -> str:
+        """The texts that stand in the template, each on its own: no search finds anything over two of them."""
+        parsed = self._environment.parse(self._source)
+        found = [data.data for data in parsed.find_all(nodes.TemplateData)]
+        found += [const.value for const in parsed.find_all(nodes.Const) if isinstance(const.value, str)]
+        return "\0".join(found)
+
     def mentions(self, word: str) -> bool:
         """Does the source hold `word`?"""
         return word in self._source
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt text of a conversation. `messages` are changed if the template manages to: pass a copy.
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, /, **variables: Any) -> str:
+        """The prompt text of a conversation. `messages` are changed if the template manages to: pass a copy. `variables`
+        may have any names; those of the other arguments are taken.
 
         Raises:
             TemplateError: the template refused the conversation, failed, or did not come to an end.
@@ -184,7 +167,7 @@ class ChatTemplate:
             "messages": messages, "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return "".join(_bounded(self._template.generate(context)))
+            return self._template.render(context)
         except jinja2.exceptions.SecurityError:
             raise TemplateError("Template error: the model's chat template does what templates may not") from None
         except (jinja2.TemplateError, RecursionError) as error:
@@ -192,12 +175,3 @@ class ChatTemplate:
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError) as error:
             kind = type(error).__name__  # its text may show internals
             raise TemplateError(f"Template error: the model's chat template failed with {kind}") from None
-
-
-def _bounded(pieces: Iterator[str]) -> Iterator[str]:
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        if size > MAX_OUTPUT:
-            raise LimitReached("the chat template writes too much")
-        yield piece

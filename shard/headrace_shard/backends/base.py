@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from headrace_shard.parallel.partition import Runs
+from headrace_shard.sampling.passes import Passes
 from headrace_shard.step import StepInput
-from headrace_shard.weights.source import Blocks, Table
+from headrace_shard.weights.precision import Precision
+from headrace_shard.weights.source import Blocks, Dense, Table
+
+Part = torch.Tensor | Blocks | Dense  # a matrix [out, in] as weights give it; a tensor stands for itself in float32
 
 
 @dataclass(frozen=True)
@@ -29,16 +35,32 @@ class Backend(Protocol):
     holds its part of the weights; `embed`, `output`, `mlp` and `head` do the collectives that their parts need.
     """
 
-    kinds: Collection[int]  # GGUF tensor types that `pack_linear` takes as blocks
+    passes: Passes  # over the logits
+    precision: Precision  # in which it takes matrices
 
-    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Any:
-        """Weights [out, in] of one or more linear layers over the same input, run as one."""
+    @property
+    def packed(self) -> Counter[str]:
+        """Bytes of the matrices that it has packed, by their format; a step reads each once."""
+
+    def pack_linear(
+        self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
+    ) -> Any:
+        """Weights [out, in] of one or more linear layers over the same input, run as one.
+
+        `runs`: of a row-parallel layer; in what order to sum, for a backend whose ranks agree in the last bit.
+        """
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Any:
         """Weight [hidden] of an RMS norm."""
 
     def pack_embedding(self, table: Table, ids: range) -> Any:
-        """The embedding table [vocab, hidden], of which this rank answers for the given token ids."""
+        """The embedding table [vocab, hidden], of which this rank need only answer for these token ids."""
+
+    def read_rate(self, wait: Callable[[], object]) -> float:
+        """Bytes per second at which this process reads its packed matrices from memory, tried once; 0: not known.
+
+        `wait` is called right before and after it, within the time: ranks that read at once wait for each other there.
+        """
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
         """Data type of the KV cache of such layers."""
@@ -51,6 +73,9 @@ class Backend(Protocol):
 
     def embed(self, table: Any) -> torch.Tensor:
         """Rows of the step's token ids: [tokens, hidden]."""
+
+    def run(self, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """`layers(x)`, with the same function at every step: a backend may record what it calls here, and repeat that."""
 
     def norm_qkv(self, x: torch.Tensor, norm: Any, qkv: Any) -> torch.Tensor:
         """[tokens, (heads + 2 kv_heads) head_dim]."""

@@ -1,31 +1,37 @@
 """A CPU through kernels of our own: weights in panels, fused operations, a KV cache laid out for its attention.
 
-Two precisions. "Own weights": a GGUF's 4- and 8-bit blocks as they are, activations rounded by groups of 32, a float16 KV
-cache. Exact: everything in float32. What the kernels do not cover (heads that are no multiple of 16 wide) is left to the
-torch twin, operation by operation. A row's result never depends on the rows beside it.
+Matrices lie in float32, in 16 bits with the same sums, or in 8 or 4 bits with activations rounded by groups of 32. The KV
+cache is float16, but float32 where all matrices are. What the kernels do not cover (heads that are no multiple of 16 wide)
+is left to the torch twin, operation by operation. A row's result never depends on the rows beside it.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from headrace_shard.backends.base import AttentionShape
+from headrace_shard.backends.base import AttentionShape, Part
 from headrace_shard.backends.onednn_backend import MappedEmbedding
 from headrace_shard.backends.torch_backend import TorchBackend
 from headrace_shard.kernels import library as kernels
 from headrace_shard.kernels.library import Library
+from headrace_shard.kernels.recording import Call, Recording
 from headrace_shard.kv.blocks import BLOCK_SIZE
-from headrace_shard.parallel.group import Group
+from headrace_shard.parallel.group import BOTH_HALVES, Group
+from headrace_shard.parallel.partition import Runs
+from headrace_shard.sampling.passes import Passes
 from headrace_shard.step import StepInput
-from headrace_shard.weights.source import Blocks, Table
+from headrace_shard.weights.dequantize import type_name
+from headrace_shard.weights.precision import Format, Precision
+from headrace_shard.weights.source import Blocks, Dense, Table
 
 TILE_ROWS = 6  # (query, head) pairs that share what is read of the cache
 MAX_HEAD_DIM = 512
+MIN_ROOM = 32  # rows
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class Packed:
     count: int
     width: int  # of the output, all matrices together
     kept: tuple[object, ...]
+    halves: Sequence[int] | None = None  # of a row-parallel layer, as `Group.sum` takes them
+    planes: int = 1  # 2: the halves of this rank's product are kept apart
 
 
 @dataclass(frozen=True)
@@ -47,43 +55,61 @@ class PackedNorm:
 
 
 class CpuBackend(TorchBackend):
-    """float32 activations on every operation's outside; `own_weights` chooses the precision inside."""
+    """float32 activations on every operation's outside; `precision` says what is inside."""
 
-    def __init__(self, group: Group, library: Library, threads: int, own_weights: bool) -> None:
+    def __init__(self, group: Group, library: Library, threads: int, precision: Precision) -> None:
         super().__init__(torch.float32, torch.device("cpu"), group)
         library.set_threads(threads)
-        self._library, self._own = library, own_weights
-        self.kinds: Collection[int] = kernels.FORMATS if own_weights else ()
+        self._library, self.precision = library, precision
+        self._panels: list[torch.Tensor] = []
+        self.passes: Passes = library
+        self._code: Library | Recording = library  # where the operations' calls go
+        self._layers: ctypes.Array[Call] | None = None
+        self._room = 0  # rows that buffers have
+        self._heads: dict[AttentionShape, kernels.Heads] = {}
+        self._tiles = kernels.Tiles()
         self._covers_attention = False
         self._angles = Angles()
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Packed:  # type: ignore[override]
+    def pack_linear(  # type: ignore[override]
+        self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
+    ) -> Packed:
+        halves = runs.halves if runs else None
+        apart = halves is not None and self._group.world_size > 1 and halves[self._group.rank] == BOTH_HALVES
         matrices, kept, width = (kernels.Matrix * len(parts))(), [], 0
-        for number, part in enumerate(parts):
-            if isinstance(part, Blocks):
-                form, rows, columns = kernels.FORMATS[part.kind], part.rows, part.columns
-                panels = self._library.pack_blocks(part)
-            else:
-                form, (rows, columns) = kernels.FLOAT32, part.shape
-                panels = self._library.pack_floats(part)
-            bias = biases[number].float().contiguous() if biases else None
+        for number, given in enumerate(parts):
+            part = Dense.of(given) if isinstance(given, torch.Tensor) else given
+            panels = self._library.pack(part)
+            bias = biases[number].to(torch.float32, copy=True) if biases else None
             bias_address = bias.data_ptr() if bias is not None else None
-            matrices[number] = kernels.Matrix(form, rows, columns, panels.data_ptr(), bias_address)
-            kept += [panels, bias]
-            width += rows
-        return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept))
+            matrices[number] = kernels.Matrix(
+                kernels.format_of(part), part.rows, part.columns, panels.data_ptr(), bias_address,
+                runs.breaks if runs else (0, 0, 0), apart,
+            )
+            self._sizes.append((type_name(part.kind) if isinstance(part, Blocks) else part.format.label, len(panels)))
+            self._panels.append(panels)
+            kept.append(bias)
+            width += part.rows
+        return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept), halves, 1 + apart)
+
+    def read_rate(self, wait: Callable[[], object]) -> float:
+        return self._library.read_rate(self._panels, wait)
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> PackedNorm:  # type: ignore[override]
-        values = weight.float().contiguous()
+        values = weight.to(torch.float32, copy=True)  # a mapped one would keep its file in memory
         norm = kernels.Norm(values.data_ptr(), epsilon)
         return PackedNorm(ctypes.addressof(norm), (norm, values))
 
-    def pack_embedding(self, table: Table, ids: range) -> MappedEmbedding:
-        return MappedEmbedding(torch.empty(0), ids, table)
+    def pack_embedding(self, table: Table, ids: range) -> MappedEmbedding:  # type: ignore[override]
+        return MappedEmbedding(table)
+
+    def embed(self, table: MappedEmbedding) -> torch.Tensor:  # type: ignore[override]
+        return table(self._ids)
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
-        return torch.float16 if self._own and covers(shape) else torch.float32
+        exact = self.precision.exact or self.packed.keys() == {Format.FLOAT32.label}
+        return torch.float32 if exact or not covers(shape) else torch.float16
 
     def allocate_kv(self, layers: int, blocks: int, shape: AttentionShape) -> None:
         self._covers_attention = covers(shape)
@@ -92,6 +118,7 @@ class CpuBackend(TorchBackend):
             return
         size = (blocks + 1, shape.kv_heads, 2 * BLOCK_SIZE * shape.head_dim)
         self._cache = [self._zeros(size, self.kv_dtype(shape)) for _ in range(layers)]
+        self._layers = None
         self._tile = max(1, TILE_ROWS // (shape.heads // shape.kv_heads))
 
     def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:
@@ -102,7 +129,21 @@ class CpuBackend(TorchBackend):
         self._wanted = torch.from_numpy(step.logit_rows)
         self._all_wanted = len(step.logit_rows) == len(step.token_ids)
         self._angles.cover(int(step.positions.max()) + 1, inverse_frequencies)
-        self._tiles, self._kept = tiles_of(step, self._angles, self._tile)
+        tiles, self._kept = tiles_of(step, self._angles, self._tile)
+        ctypes.pointer(self._tiles)[0] = tiles  # in place: what was recorded has its address
+
+    def run(self, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Records the layers' calls and makes them in one: Python between them would cost a tenth of a one-row step."""
+        if self._group.world_size > 1 or not self._covers_attention:
+            return layers(x)
+        given, x = x, self._buffer("x", *x.shape)
+        x.copy_(given)
+        if self._layers is None:
+            self._code = recording = Recording()
+            layers(x)
+            self._code, self._layers = self._library, recording.calls()
+        self._library.run(self._layers, len(x))
+        return x
 
     def norm_qkv(self, x: torch.Tensor, norm: PackedNorm, qkv: Packed) -> torch.Tensor:  # type: ignore[override]
         out = self._buffer("qkv", len(x), qkv.width) if self._covers_attention else None
@@ -113,30 +154,33 @@ class CpuBackend(TorchBackend):
             return super().attention(qkv, layer, shape)
         out = self._buffer("attended", len(qkv), shape.heads * shape.head_dim)
         cache = self._cache[layer]
-        heads = kernels.Heads(
-            shape.heads, shape.kv_heads, shape.head_dim, shape.window or 0, int(cache.dtype == torch.float16)
-        )
-        self._library.attention(
-            qkv.data_ptr(), ctypes.addressof(heads), ctypes.addressof(self._tiles), cache.data_ptr(), out.data_ptr()
+        if shape not in self._heads:
+            self._heads[shape] = kernels.Heads(
+                shape.heads, shape.kv_heads, shape.head_dim, shape.window or 0, int(cache.dtype == torch.float16)
+            )
+        self._code.attention(
+            qkv.data_ptr(), ctypes.addressof(self._heads[shape]), ctypes.addressof(self._tiles), cache.data_ptr(),
+            out.data_ptr(),
         )
         return out
 
     def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Packed) -> torch.Tensor:  # type: ignore[override]
         if self._group.world_size == 1:
             return self._linear(attended, None, projection, residual=x, out=x)
-        return x + self._group.sum(self._linear(attended, None, projection))
+        part = self._group.room(projection.planes * len(x), projection.width)
+        return self._group.sum(self._linear(attended, None, projection, out=part), x, projection.halves)
 
     def mlp(self, x: torch.Tensor, norm: PackedNorm, gate_up: Packed, down: Packed) -> torch.Tensor:  # type: ignore[override]
         alone = self._group.world_size == 1
-        out = x if alone else torch.empty_like(x)
-        self._library.mlp(
+        out = x if alone else self._group.room(down.planes * len(x), down.width)
+        self._code.mlp(
             x.data_ptr(), len(x), norm.address, gate_up.address, down.address, x.data_ptr() if alone else None, out.data_ptr()
         )
-        return out if alone else x + self._group.sum(out)
+        return out if alone else self._group.sum(out, x, down.halves)
 
     def head(self, x: torch.Tensor, norm: PackedNorm, head: Packed) -> torch.Tensor:  # type: ignore[override]
         rows = x if self._all_wanted else x[self._wanted]
-        return self._group.gather(self._linear(rows, norm, head))
+        return self._group.gather(self._linear(rows, norm, head, out=self._group.room(len(rows), head.width)))
 
     def _linear(
         self, x: torch.Tensor, norm: PackedNorm | None, weights: Packed, residual: torch.Tensor | None = None,
@@ -146,19 +190,21 @@ class CpuBackend(TorchBackend):
         if out is None:
             out = torch.empty((len(x), weights.width))
         if len(x):
-            self._library.linear(
+            self._code.linear(
                 x.data_ptr(), len(x), norm.address if norm else None, weights.address, weights.count,
                 residual.data_ptr() if residual is not None else None, out.data_ptr(),
             )
         return out
 
-
     def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
-        """Memory that lives from one operation to the next and is the same in every layer."""
-        found = self._buffers.get(name)
-        if found is None or found.shape != (rows, width):
-            found = self._buffers[name] = torch.empty((rows, width))
-        return found
+        """Memory that is the same in every layer and every step; where more rows want it all are made anew."""
+        if rows > self._room:
+            self._room = max(MIN_ROOM, 1 << (rows - 1).bit_length())
+            self._buffers.clear()
+            self._layers = None
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty((self._room, width))
+        return self._buffers[name][:rows]
 
 
 class Angles:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headrace_shard.backends.base import AttentionShape
+from headrace_shard.backends.base import AttentionShape, Part
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.parallel.group import Group
+from headrace_shard.parallel.partition import Runs
+from headrace_shard.sampling.passes import Passes, TorchPasses
 from headrace_shard.step import Chunk, StepInput
-from headrace_shard.weights.source import Blocks, Table
+from headrace_shard.weights.precision import EXACT, Precision
+from headrace_shard.weights.source import Blocks, Dense, Table
 
 Range = np.arange(BLOCK_SIZE, dtype=np.int64)
 
@@ -67,18 +71,22 @@ class ChunkIndices:
 class TorchBackend:
     """Paged attention by gather and batched matrix products; K and V lie as [kv heads, slots, head_dim] a layer."""
 
-    kinds: Collection[int] = ()
+    passes: Passes = TorchPasses()
+    precision: Precision = EXACT  # values, which it takes to its own data type
 
     def __init__(self, dtype: torch.dtype, device: torch.device, group: Group) -> None:
         self.dtype, self.device, self._group = dtype, device, group
+        self._sizes: list[tuple[str, int]] = []  # format and bytes of each matrix; layers are packed on several threads
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
 
-    def pack_linear(self, parts: Sequence[torch.Tensor | Blocks], biases: Sequence[torch.Tensor] | None = None) -> Linear:
-        dense = [part for part in parts if isinstance(part, torch.Tensor)]
-        assert len(dense) == len(parts), "blocks are for backends that name their kind"
+    def pack_linear(
+        self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
+    ) -> Linear:
+        weights = [self._move(values_of(part)) for part in parts]
+        self._sizes += [(str(self.dtype).removeprefix("torch."), weight.nbytes) for weight in weights]
         bias = self._move(torch.cat(list(biases))) if biases else None
-        return Linear(self._move(torch.cat(dense) if len(dense) > 1 else dense[0]), bias)
+        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Norm:
         return Norm(self._move(weight), epsilon)
@@ -88,6 +96,16 @@ class TorchBackend:
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, self.dtype)
+
+    @property
+    def packed(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for name, size in self._sizes:
+            counts[name] += size
+        return counts
+
+    def read_rate(self, wait: Callable[[], object]) -> float:
+        return 0.0
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
         return self.dtype
@@ -152,6 +170,9 @@ class TorchBackend:
         here = (places >= 0) & (places < count)
         return self._group.sum(torch.where(here[:, None], rows, 0))
 
+    def run(self, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return layers(x)
+
     def norm_qkv(self, x: torch.Tensor, norm: Norm, qkv: Linear) -> torch.Tensor:
         return qkv(norm(x))
 
@@ -211,3 +232,9 @@ class TorchBackend:
     def head(self, x: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
         rows = x if self._all_wanted else x[self._wanted]
         return self._group.gather(head(norm(rows)).float())
+
+
+def values_of(part: Part) -> torch.Tensor:
+    """A matrix's values, [out, in]."""
+    assert not isinstance(part, Blocks), "blocks are for backends whose precision asks for them"
+    return part.whole() if isinstance(part, Dense) else part

@@ -39,7 +39,11 @@ def settle(plan: Plan, constraints: dict[int, Constraint], grammars: GrammarComp
     if kept.all():
         return plan, failed
     counts = plan.counts - np.isin(plan.slots, late)
-    return replace(plan, counts=counts, sampled=plan.sampled[kept], sample_at=plan.sample_at[kept]), failed
+    plan = replace(
+        plan, counts=counts, sampled=plan.sampled[kept], sample_at=plan.sample_at[kept], rounds=plan.rounds[kept],
+        fed=plan.fed[kept],
+    )
+    return plan, failed
 
 
 def advance(plan: Plan, tokens: list[int], rows: RunningBatch, grammars: GrammarCompiler) -> None:

@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from headrace._common.errors import StartupError
 from headrace_shard.backends.base import AttentionShape, Backend
 from headrace_shard.models.base import Model
 from headrace_shard.models.rope import inverse_frequencies
-from headrace_shard.parallel.partition import Partition, Shape
+from headrace_shard.parallel.partition import Partition, Runs, Shape
 from headrace_shard.step import StepInput
-from headrace_shard.weights import Blocks, WeightSource
+from headrace_shard.weights import Blocks, Dense, WeightSource
+from headrace_shard.weights.source import with_zero_rows
 
 LOADING_THREADS = 2  # unpacking one layer while another is laid out
 
@@ -118,17 +118,16 @@ class LlamaModel(Model):
     def check_partition(cls, config: dict[str, Any], world_size: int) -> None:
         Partition.of(LlamaConfig.read(config).shape, 0, world_size)
 
-    def _head_rows(self, weights: WeightSource, name: str, mine: range) -> torch.Tensor | Blocks:
+    def _head_rows(self, weights: WeightSource, name: str, mine: range) -> Blocks | Dense:
         """This rank's rows of the head, [part of the padded vocabulary, hidden]; padding rows are zero."""
-        rows = weights.matrix(name, (self.config.vocab, self.config.hidden), rows=mine, kinds=self._backend.kinds)
+        size = (self.config.vocab, self.config.hidden)
+        rows = weights.matrix(name, size, rows=mine, precision=self._backend.precision, head=True)
         missing = len(self._part.vocab) - len(mine)
-        if isinstance(rows, Blocks):
-            return replace(rows, order=np.pad(rows.order, (0, missing), constant_values=-1))
-        return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+        return with_zero_rows(rows, missing) if missing else rows
 
     def _load_layer(self, weights: WeightSource, number: int) -> Layer:
         c, part, at = self.config, self._part, f"model.layers.{number}."
-        dim, kinds = c.attention.head_dim, self._backend.kinds
+        dim, precision = c.attention.head_dim, self._backend.precision
         sizes = {"q": c.attention.heads * dim, "k": c.attention.kv_heads * dim, "v": c.attention.kv_heads * dim}
         heads = range(part.heads.start * dim, part.heads.stop * dim)
         kv = range(part.kv_heads.start * dim, part.kv_heads.stop * dim)
@@ -136,7 +135,7 @@ class LlamaModel(Model):
         def column(block: str, outs: dict[str, tuple[int, range]], bias: bool) -> Any:
             """Cut along the outputs: each rank computes its rows of them."""
             weight = [
-                weights.matrix(f"{at}{block}.{n}_proj.weight", (s, c.hidden), rows=r, kinds=kinds)
+                weights.matrix(f"{at}{block}.{n}_proj.weight", (s, c.hidden), rows=r, precision=precision)
                 for n, (s, r) in outs.items()
             ]
             if not bias:
@@ -144,29 +143,37 @@ class LlamaModel(Model):
             biases = [weights.get(f"{at}{block}.{n}_proj.bias", (s,), rows=r) for n, (s, r) in outs.items()]
             return self._backend.pack_linear(weight, biases)
 
-        def row(name: str, size: int, columns: range, bias: bool) -> Any:
+        def row(name: str, size: int, columns: range, runs: Runs, bias: bool) -> Any:
             """Cut along the inputs: the ranks' results are summed, so that one alone adds the bias."""
-            weight = weights.matrix(f"{at}{name}_proj.weight", (c.hidden, size), columns=columns, kinds=kinds)
+            weight = weights.matrix(f"{at}{name}_proj.weight", (c.hidden, size), columns=columns, precision=precision)
             mine = bias and part.rank == 0
-            return self._backend.pack_linear([weight], [weights.get(f"{at}{name}_proj.bias", (c.hidden,))] if mine else None)
+            biases = [weights.get(f"{at}{name}_proj.bias", (c.hidden,))] if mine else None
+            return self._backend.pack_linear([weight], biases, runs)
 
         def norm(name: str) -> Any:
             return self._backend.pack_norm(weights.get(f"{at}{name}.weight", (c.hidden,)), c.epsilon)
 
         inner = (c.intermediate, part.columns)
-        return Layer(
+        layer = Layer(
             replace(self.attention, window=c.windows[number]), norm("input_layernorm"),
             column("self_attn", {"q": (sizes["q"], heads), "k": (sizes["k"], kv), "v": (sizes["v"], kv)}, c.qkv_bias),
-            row("self_attn.o", sizes["q"], heads, c.output_bias), norm("post_attention_layernorm"),
-            column("mlp", {"gate": inner, "up": inner}, c.mlp_bias), row("mlp.down", *inner, c.mlp_bias),
+            row("self_attn.o", sizes["q"], heads, part.head_runs, c.output_bias), norm("post_attention_layernorm"),
+            column("mlp", {"gate": inner, "up": inner}, c.mlp_bias), row("mlp.down", *inner, part.column_runs, c.mlp_bias),
         )
+        weights.release()
+        return layer
 
     def forward(self, step: StepInput) -> torch.Tensor:
         ops = self._backend
         ops.begin(step, self._frequencies)
-        x = ops.embed(self._embedding)
+        x = ops.run(self._run_layers, ops.embed(self._embedding))
+        return ops.head(x, self._norm, self._head)[:, : self.vocab_size]
+
+    def _run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual stream [tokens, hidden] after all layers."""
+        ops = self._backend
         for number, layer in enumerate(self._layers):
             qkv = ops.norm_qkv(x, layer.attention_norm, layer.qkv)
             x = ops.output(x, ops.attention(qkv, number, layer.attention), layer.output)
             x = ops.mlp(x, layer.mlp_norm, layer.gate_up, layer.down)
-        return ops.head(x, self._norm, self._head)[:, : self.vocab_size]
+        return x

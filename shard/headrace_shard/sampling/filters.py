@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace_shard.sampling.passes import Passes
+
 CANDIDATES = 128
 _CHUNK = 64
 
@@ -71,7 +73,7 @@ def decided_by_candidates(values: torch.Tensor, log_total: torch.Tensor, filters
     return ((short_k & ~tied) | ((inside | floor) & (filters.typical_p >= 1)))[:, 0]
 
 
-def kept(values: torch.Tensor, log_total: torch.Tensor, filters: Filters) -> torch.Tensor:
+def kept(values: torch.Tensor, log_total: torch.Tensor, filters: Filters, passes: Passes) -> torch.Tensor:
     """[rows, tokens] which tokens of the given scaled logits (-inf = not there) pass all filters of their row.
 
     Args:
@@ -84,7 +86,7 @@ def kept(values: torch.Tensor, log_total: torch.Tensor, filters: Filters) -> tor
     if bool((filters.top_p < 1).any()):
         p = torch.where(alive, (values - log_total).exp(), 0)
         mass = torch.where(filters.top_k > 0, p.sum(-1, keepdim=True), 1.0)
-        alive &= (values >= _mass_threshold(values, p, filters.top_p * mass)) | (filters.top_p >= 1)
+        alive &= (values >= passes.threshold(values, p, (filters.top_p * mass)[:, 0])[:, None]) | (filters.top_p >= 1)
     if bool((filters.min_p > 0).any()):
         alive &= values >= values.amax(-1, keepdim=True) + filters.min_p.log()
     if bool((filters.typical_p < 1).any()):
@@ -92,7 +94,7 @@ def kept(values: torch.Tensor, log_total: torch.Tensor, filters: Filters) -> tor
         surprise = -p.clamp_min(1e-45).log()
         closeness = -(surprise - (p * surprise).sum(-1, keepdim=True)).abs()
         closeness = torch.where(alive, closeness, -torch.inf)
-        alive &= (closeness >= _mass_threshold(closeness, p, filters.typical_p)) | (filters.typical_p >= 1)
+        alive &= (closeness >= passes.threshold(closeness, p, filters.typical_p[:, 0])[:, None]) | (filters.typical_p >= 1)
     return alive
 
 
@@ -105,30 +107,3 @@ def _kth(values: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     ranked = values.topk(longest, dim=-1).values
     at = ranked.gather(1, (top_k.long() - 1).clamp(0, longest - 1))
     return torch.where((top_k > 0) & (top_k < width), at, -torch.inf)
-
-
-def _mass_threshold(scores: torch.Tensor, p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """[rows, 1] the largest threshold t with sum of p over scores >= t at least `mass` (or all of p, if that is less).
-
-    Bisection over the ordered bit patterns of float32: 32 sums find the exact score, no sort is needed.
-    """
-    bits = _ordered(scores)
-    low = torch.full_like(mass, -(2**31), dtype=torch.int64)
-    high = bits.amax(-1, keepdim=True) + 1
-    goal = torch.minimum(mass.double(), p.sum(-1, keepdim=True, dtype=torch.float64))
-    while bool((high - low > 1).any()):
-        middle = (low + high) >> 1
-        enough = torch.where(bits >= middle, p, 0).sum(-1, keepdim=True, dtype=torch.float64) >= goal
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    return _unordered(low)
-
-
-def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """float32 as int64 that sort the same way."""
-    raw = (x + 0.0).view(torch.int32).long()  # + 0.0: one zero only
-    return torch.where(raw >= 0, raw, -(2**31) - raw - 1)
-
-
-def _unordered(x: torch.Tensor) -> torch.Tensor:
-    raw = torch.where(x >= 0, x, -(2**31) - x - 1).to(torch.int32)
-    return raw.view(torch.float32)

@@ -37,3 +37,8 @@ class SamplingParams:
             self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty or self.logit_bias
             or self.watermark
         )
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens may not be drawn."""
+        return bool(self.top_k or self.top_p < 1 or self.typical_p < 1 or self.min_p)

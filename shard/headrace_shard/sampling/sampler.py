@@ -11,6 +11,7 @@ import torch
 
 from headrace_shard.sampling import filters as flt
 from headrace_shard.sampling.params import SamplingParams
+from headrace_shard.sampling.passes import Passes, invert
 from headrace_shard.sampling.penalties import Ids, process
 from headrace_shard.sampling.random import uniform
 
@@ -41,101 +42,83 @@ class Choice:
     top: dict[int, tuple[list[int], list[float]]]
 
 
-def choose(logits: torch.Tensor, rows: Sequence[Row]) -> Choice:
+def choose(logits: torch.Tensor, rows: Sequence[Row], passes: Passes) -> Choice:
     """One token for each row of logits [rows, vocab], float32."""
-    log_total = logits.logsumexp(-1)
+    tokens, log_total = passes.scan(logits)
     failed = ~log_total.isfinite()
     if bool(failed.any()):
         logits = torch.where(failed[:, None], 0.0, logits)
-    scores = _masked(logits, rows)
-    changed = [i for i, row in enumerate(rows) if row.params.processes or row.forbidden]
-    if changed:
-        scores = logits.clone() if scores is logits else scores
-        for i in changed:
-            process(scores[i], rows[i].params, rows[i].prompt, rows[i].output, rows[i].forbidden)
-    tokens = scores.argmax(-1)
+    changed: dict[int, torch.Tensor] = {}  # masked and processed rows
+    for i, (row, best) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+        if _stays(row, best):
+            continue
+        changed[i] = logits[i].clone()
+        if row.allowed is not None:
+            changed[i].masked_fill_(torch.from_numpy(~row.allowed).to(logits.device), -torch.inf)
+        process(changed[i], row.params, row.prompt, row.output, row.forbidden)
+        tokens[i] = changed[i].argmax()
     drawn = [i for i, row in enumerate(rows) if row.params.sampled]
     if drawn:
-        at = torch.tensor(drawn, device=logits.device)
-        picked = scores if len(drawn) == len(rows) else scores[at]
-        tokens[at] = _draw(picked, [rows[i] for i in drawn])
+        scores = logits
+        if changed or len(drawn) < len(rows):
+            scores = torch.stack([changed.get(i, logits[i]) for i in drawn])
+        tokens[torch.tensor(drawn, device=logits.device)] = _draw(scores, [rows[i] for i in drawn], passes)
     logprobs = logits.gather(1, tokens[:, None])[:, 0] - log_total
     return Choice(tokens.cpu().numpy(), logprobs.cpu().numpy(), failed.cpu().numpy(), _top(logits, log_total, rows))
 
 
-def _masked(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Logits [rows, vocab] with -inf where a row's grammar lets nothing follow; the same tensor if no row has one."""
-    masks = [(i, row.allowed) for i, row in enumerate(rows) if row.allowed is not None]
-    if not masks:
-        return logits
-    allowed = torch.from_numpy(np.stack([mask for _, mask in masks])).to(logits.device)
-    if len(masks) == len(rows):
-        return torch.where(allowed, logits, -torch.inf)
-    scores = logits.clone()
-    for (i, _), mask in zip(masks, allowed, strict=True):
-        scores[i].masked_fill_(~mask, -torch.inf)
-    return scores
+def _stays(row: Row, best: int) -> bool:
+    """Whether the row's choice is that on its raw logits. What may not follow leaves the best of all, unless it is that."""
+    if row.params.processes:
+        return False
+    if row.params.sampled:
+        return not row.forbidden and row.allowed is None
+    return best not in row.forbidden and (row.allowed is None or bool(row.allowed[best]))
 
 
-def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _draw(scores: torch.Tensor, rows: Sequence[Row], passes: Passes) -> torch.Tensor:
     """One token for each row of processed logits [rows, vocab] by inversion: the first token, in the order of ids,
     at which the cumulative probability passes the row's random number."""
     params = [row.params for row in rows]
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=scores.device)[:, None]
-
-    scaled = scores / column([p.temperature for p in params])
-    what = flt.Filters(
-        column([p.top_k if p.top_k < scores.shape[1] else 0 for p in params]), column([p.top_p for p in params]),
-        column([p.typical_p for p in params]), column([p.min_p for p in params]),
-    )
     draws = uniform(
         np.array([p.seed for p in params], dtype=np.uint64), np.array([row.index for row in rows], dtype=np.int64)
     )
-    u = torch.from_numpy(draws).to(scores.device)[:, None]
-    log_total = scaled.logsumexp(-1, keepdim=True)
+    u = torch.from_numpy(draws).to(scores.device)
+    temperatures = torch.tensor([p.temperature for p in params], device=scores.device)
+    plain = [i for i, p in enumerate(params) if not p.filters]
+    if len(plain) == len(rows):
+        return passes.draw(scores, temperatures, u)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
-    whole = what.off.clone()  # rows that are decided on the whole vocabulary
-    filtered = (~whole).nonzero()[:, 0]
-    if len(filtered):
-        few = what.take(filtered)
-        values, ids = flt.best(scaled[filtered])
-        decided = flt.decided_by_candidates(values, log_total[filtered], few)
-        ids, order = ids.sort(-1)
-        keep = flt.kept(values.gather(1, order), log_total[filtered], few)
-        tokens[filtered] = ids.gather(1, _invert(values.gather(1, order), keep, u[filtered]))[:, 0]
-        whole[filtered[~decided]] = True
-    rest = whole.nonzero()[:, 0]
-    if len(rest):
-        keep = flt.kept(scaled[rest], log_total[rest], what.take(rest))
-        tokens[rest] = _invert(scaled[rest], keep, u[rest])[:, 0]
+    if plain:
+        at = torch.tensor(plain, device=scores.device)
+        tokens[at] = passes.draw(scores[at], temperatures[at], u[at])
+    filtered = [i for i, p in enumerate(params) if p.filters]
+    at = torch.tensor(filtered, device=scores.device)
+    tokens[at] = _draw_filtered(scores[at] / temperatures[at, None], [params[i] for i in filtered], u[at, None], passes)
     return tokens
 
 
-_CHUNK = 64
+def _draw_filtered(scaled: torch.Tensor, params: Sequence[SamplingParams], u: torch.Tensor, passes: Passes) -> torch.Tensor:
+    """[rows] tokens of rows that have a filter: scaled logits [rows, vocab], numbers [rows, 1]."""
 
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=scaled.device)[:, None]
 
-def _invert(values: torch.Tensor, keep: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """[rows, 1] place of the drawn token among the kept columns of scaled logits [rows, tokens].
-
-    In two stages, sums of chunks first, so that a whole vocabulary costs one pass and rounding stays at 1e-7.
-    """
-    p = torch.where(keep, (values - values.amax(-1, keepdim=True)).exp(), 0)
-    p = torch.nn.functional.pad(p, (0, -p.shape[1] % _CHUNK)).view(len(p), -1, _CHUNK)
-    sums = p.sum(-1, dtype=torch.float64)
-    cumulative = sums.cumsum(-1)
-    goal = u * cumulative[:, -1:]
-    chunk = torch.minimum(torch.searchsorted(cumulative, goal, right=True), _last_positive(sums))
-    goal = goal - (cumulative - sums).gather(1, chunk)
-    inner = p.gather(1, chunk[:, :, None].expand(-1, -1, _CHUNK))[:, 0].double()
-    place = torch.minimum(torch.searchsorted(inner.cumsum(-1), goal, right=True), _last_positive(inner))
-    return chunk * _CHUNK + place
-
-
-def _last_positive(p: torch.Tensor) -> torch.Tensor:
-    """[rows, 1] the last column above 0: rounding must not run past it."""
-    return p.shape[1] - 1 - (p > 0).flip(-1).int().argmax(-1, keepdim=True)
+    what = flt.Filters(
+        column([p.top_k if p.top_k < scaled.shape[1] else 0 for p in params]), column([p.top_p for p in params]),
+        column([p.typical_p for p in params]), column([p.min_p for p in params]),
+    )
+    log_total = scaled.logsumexp(-1, keepdim=True)
+    values, ids = flt.best(scaled)
+    decided = flt.decided_by_candidates(values, log_total, what)
+    ids, order = ids.sort(-1)
+    values = values.gather(1, order)
+    tokens = ids.gather(1, invert(values, flt.kept(values, log_total, what, passes), u))[:, 0]
+    rest = (~decided).nonzero()[:, 0]  # decided on the whole vocabulary
+    if len(rest):
+        keep = flt.kept(scaled[rest], log_total[rest], what.take(rest), passes)
+        tokens[rest] = invert(scaled[rest], keep, u[rest])[:, 0]
+    return tokens
 
 
 def _top(logits: torch.Tensor, log_total: torch.Tensor, rows: Sequence[Row]) -> dict[int, tuple[list[int], list[float]]]:

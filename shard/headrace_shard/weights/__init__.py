@@ -5,9 +5,9 @@ from __future__ import annotations
 from headrace._common.model_folder import ModelFolder
 from headrace_shard.weights.gguf import GgufWeights
 from headrace_shard.weights.safetensors import SafetensorsWeights
-from headrace_shard.weights.source import Blocks, WeightSource
+from headrace_shard.weights.source import Blocks, Dense, WeightSource
 
-__all__ = ["Blocks", "WeightSource", "open_weights"]
+__all__ = ["Blocks", "Dense", "WeightSource", "open_weights"]
 
 
 def open_weights(folder: ModelFolder) -> WeightSource:

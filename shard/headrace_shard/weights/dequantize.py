@@ -12,7 +12,14 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
+F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, BF16 = 0, 1, 2, 3, 8, 12, 30
+
+
+def type_name(kind: int) -> str:
+    """The name of a known GGUF tensor type, such as "Q4_K"."""
+    from gguf.constants import GGMLQuantizationType
+
+    return str(GGMLQuantizationType(kind).name)
 
 
 def block_layout(kind: int) -> tuple[int, int]:

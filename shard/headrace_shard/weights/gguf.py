@@ -9,8 +9,6 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,15 +20,13 @@ import torch
 
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
-from headrace_shard.weights.dequantize import F16, F32, Q4_0, Q4_1, Q8_0, Bytes, Floats, block_layout, dequantize
-from headrace_shard.weights.source import Blocks
+from headrace_shard.weights.dequantize import Bytes, Floats, block_layout, dequantize
+from headrace_shard.weights.precision import AS_BLOCKS, EXACT, GROUP, OWN, Precision
+from headrace_shard.weights.source import Blocks, Dense
 
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT_KEY = "general.alignment"
-
-QUANTIZED = {Q4_0: "q4_0", Q4_1: "q4_1", Q8_0: "q8_0"}  # what a backend may compute with as it is
-_BLOCK = 32  # columns of their blocks
 
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
@@ -54,7 +50,7 @@ class Entry:
 
 
 class GgufWeights:
-    """Tensors of a GGUF file under the names of `transformers` checkpoints, dequantized to float32."""
+    """Tensors of a GGUF file under the names of `transformers` checkpoints, dequantized to float32 or as blocks."""
 
     def __init__(self, path: Path, folder: ModelFolder) -> None:
         """Read the tensor index.
@@ -69,7 +65,6 @@ class GgufWeights:
             self._data = np.memmap(path, dtype=np.uint8, mode="r")
         except (OSError, ValueError, struct.error) as error:
             raise StartupError(f"cannot read the GGUF file {path}: {error}") from None
-        self.quantization = _quantization(self.entries)
         config = folder.text_config
         self._heads = int(config["num_attention_heads"])
         self._kv_heads = int(config.get("num_key_value_heads") or self._heads)
@@ -87,41 +82,46 @@ class GgufWeights:
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
     ) -> torch.Tensor:
         raw, entry = self._raw(name, shape)
-        block, size = block_layout(entry.kind)
-        if rows is not None and len(shape) > 1:
-            raw = raw[rows.start : rows.stop]
-        cut = columns if columns is not None else (rows if len(shape) == 1 else None)
-        if cut is not None:  # whole blocks first, then the columns among them
-            first, last = cut.start // block, -(-cut.stop // block)
-            raw, cut = raw[:, first * size : last * size], range(cut.start - first * block, cut.stop - first * block)
-        values = self._unpack(raw, entry, name)
-        tensor = torch.from_numpy(values if cut is None else np.ascontiguousarray(values[:, cut.start : cut.stop]))
         if len(shape) == 1:
-            return tensor[0]
-        if heads := self._interleaved_heads(name, shape, len(tensor)):
-            return _unpermute(tensor, heads)
-        return tensor
+            return self._columns(raw, entry, rows if rows is not None else range(shape[0]), name)[0]
+        places = self._places(name, shape, rows if rows is not None else range(shape[0]))
+        return self._columns(raw, entry, columns if columns is not None else range(shape[1]), name, places)
+
+    def _columns(
+        self, raw: Bytes, entry: Entry, cut: range, name: str, places: npt.NDArray[np.int64] | slice = slice(None)
+    ) -> torch.Tensor:
+        """These columns of these rows of raw bytes: whole blocks first, then the columns among them."""
+        block, size = block_layout(entry.kind)
+        first, last = cut.start // block, -(-cut.stop // block)
+        values = torch.from_numpy(self._unpack(raw[:, first * size : last * size][places], entry, name))
+        return values[:, cut.start - first * block : cut.stop - first * block]
 
     def matrix(
         self, name: str, shape: tuple[int, int], rows: range | None = None, columns: range | None = None,
-        kinds: Collection[int] = (),
-    ) -> torch.Tensor | Blocks:
+        precision: Precision = EXACT, head: bool = False,
+    ) -> Blocks | Dense:
         raw, entry = self._raw(name, shape)
         cut = columns if columns is not None else range(shape[1])
-        if entry.kind not in kinds or cut.start % _BLOCK or cut.stop % _BLOCK:
-            return self.get(name, shape, rows, columns)
-        part = rows if rows is not None else range(shape[0])
-        order = torch.arange(part.start, part.stop)
-        if heads := self._interleaved_heads(name, shape, len(part)):
-            order = _unpermute(order, heads)
-        return Blocks(entry.kind, raw, order.numpy(), cut.start // _BLOCK, len(cut) // _BLOCK)
+        places = self._places(name, shape, rows if rows is not None else range(shape[0]))
+        format_ = precision.format_of(entry.kind, head, cut.start % GROUP == cut.stop % GROUP == 0)
+        if entry.kind in AS_BLOCKS and format_ == OWN.format_of(entry.kind):
+            return Blocks(entry.kind, raw, places, cut.start // GROUP, len(cut) // GROUP)
+        self._unpack(raw[:1], entry, name)  # whether it can be
 
-    def _interleaved_heads(self, name: str, shape: tuple[int, ...], rows: int) -> int:
-        """How many heads lie interleaved in so many rows of this tensor; 0 if it is not of that kind."""
+        def read(part: range) -> torch.Tensor:
+            return self._columns(raw, entry, cut, name, places[part.start : part.stop])
+
+        return Dense(len(places), len(cut), format_, read, len(places))
+
+    def _places(self, name: str, shape: tuple[int, ...], rows: range) -> npt.NDArray[np.int64]:
+        """Which rows of the file these rows are."""
         match = re.search(r"self_attn\.([qk])_proj", name)
-        if self._architecture != "llama" or match is None:
-            return 0
-        return rows // (shape[0] // (self._heads if match[1] == "q" else self._kv_heads))
+        places = torch.arange(rows.start, rows.stop)
+        if self._architecture == "llama" and match is not None:
+            dim = shape[0] // (self._heads if match[1] == "q" else self._kv_heads)
+            # llama.cpp interleaves the two rotary halves of each head of Llama's q and k: one after the other here.
+            places = places.reshape(-1, dim // 2, 2).swapaxes(1, 2).reshape(-1)
+        return places.numpy()
 
     def table(self, name: str, shape: tuple[int, int]) -> PackedTable:
         raw, entry = self._raw(name, shape)
@@ -173,22 +173,6 @@ def gguf_name(name: str) -> str:
     if match := _LAYER_NAME.fullmatch(name):
         return f"blk.{match[1]}.{_IN_LAYER.get(match[2], match[2])}.{match[3]}"
     return _OUTSIDE.get(name, name)
-
-
-def _unpermute(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp interleaves the two rotary halves of each head of Llama's q and k; put them back one after the other."""
-    rows = tensor.shape[0]
-    return tensor.reshape(heads, rows // heads // 2, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape).contiguous()
-
-
-def _quantization(entries: dict[str, Entry]) -> str | None:
-    """The format of most weights; None if there is another one beside it that has to be unpacked, or all are plain."""
-    weights: Counter[int] = Counter()
-    for entry in entries.values():
-        weights[entry.kind] += prod(entry.shape)
-    if not set(weights) <= {F32, F16, *QUANTIZED} or not (quantized := {k: n for k, n in weights.items() if k in QUANTIZED}):
-        return None
-    return QUANTIZED[max(quantized, key=lambda kind: quantized[kind])]
 
 
 def _read_index(file: BinaryIO) -> tuple[str, dict[str, Entry], int]:

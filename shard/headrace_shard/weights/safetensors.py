@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace._common.errors import StartupError
+from headrace_shard.weights.dequantize import BF16, F16, F32
+from headrace_shard.weights.precision import EXACT, GROUP, Precision
+from headrace_shard.weights.source import Dense
 
+_KINDS = {torch.bfloat16: BF16, torch.float16: F16}
 INDEX = "model.safetensors.index.json"
 
 
@@ -26,25 +29,25 @@ class SafetensorsWeights:
         Raises:
             StartupError: no file, a missing or a damaged one.
         """
-        self.quantization: str | None = None
-        self._handles: dict[str, tuple[Path, Any]] = {}
+        self._paths: dict[str, Path] = {}
+        self._handles: dict[Path, Any] = {}
         for path in weight_files(folder):
-            try:
-                handle = safe_open(str(path), framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise StartupError(f"cannot read the weights in {path}: {error}") from None
-            for name in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a mapping
-                self._handles[name] = (path, handle)
+            self._paths |= dict.fromkeys(self._handle(path).keys(), path)
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._handles)
+        return frozenset(self._paths)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, as its file has it."""
+        return tuple(self._handle(self._path(name)).get_slice(name).get_shape())
 
     def get(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
     ) -> torch.Tensor:
-        path, handle = self._find(name, shape)
+        path = self._path(name)
         try:
-            whole = handle.get_slice(name)
+            whole = self._handle(path).get_slice(name)
+            _check_shape(path, name, tuple(whole.get_shape()), shape)
             if columns is not None:
                 tensor: torch.Tensor = whole[:, columns.start : columns.stop]
             else:
@@ -56,29 +59,47 @@ class SafetensorsWeights:
 
     def matrix(
         self, name: str, shape: tuple[int, int], rows: range | None = None, columns: range | None = None,
-        kinds: Collection[int] = (),
-    ) -> torch.Tensor:
-        return self.get(name, shape, rows, columns)
+        precision: Precision = EXACT, head: bool = False,
+    ) -> Dense:
+        values = self.get(name, shape, rows, columns)  # not read yet: they are mapped
+        cut = columns if columns is not None else range(shape[1])
+        whole_groups = cut.start % GROUP == cut.stop % GROUP == 0
+        return Dense.of(values, precision.format_of(_KINDS.get(values.dtype, F32), head, whole_groups))
 
     def table(self, name: str, shape: tuple[int, int]) -> MappedTable:
-        path, handle = self._find(name, shape)
+        path = self._path(name)
         try:
-            return MappedTable(handle.get_tensor(name))
+            tensor = _open(path).get_tensor(name)  # a mapping of its own: it holds no page that others have read
         except (SafetensorError, OSError, ValueError) as error:
             raise StartupError(f"cannot read tensor {name} of {path}: {error}") from None
+        _check_shape(path, name, tuple(tensor.shape), shape)
+        return MappedTable(tensor)
 
     def release(self) -> None:
-        self._handles.clear()
+        self._handles.clear()  # they are opened again when somebody asks
 
-    def _find(self, name: str, shape: tuple[int, ...]) -> tuple[Path, Any]:
-        """The file that holds a tensor of this name and shape, and its handle."""
-        if name not in self._handles:
+    def _path(self, name: str) -> Path:
+        """The file that holds a tensor of this name."""
+        if name not in self._paths:
             raise StartupError(f"the weights have no tensor {name}")
-        path, handle = self._handles[name]
-        found = tuple(handle.get_slice(name).get_shape())
-        if found != shape:
-            raise StartupError(f"tensor {name} of {path} has shape {found}; the config asks for {shape}")
-        return path, handle
+        return self._paths[name]
+
+    def _handle(self, path: Path) -> Any:
+        if (handle := self._handles.get(path)) is None:
+            handle = self._handles[path] = _open(path)
+        return handle
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise StartupError(f"cannot read the weights in {path}: {error}") from None
+
+
+def _check_shape(path: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise StartupError(f"tensor {name} of {path} has shape {found}; the config asks for {expected}")
 
 
 class MappedTable:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from headrace_shard.weights.precision import EXACT, GROUP, Format, Precision
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,14 @@ class Blocks:
         kind: the GGUF tensor type.
         raw: [rows of the file, bytes of a row]; mapped, not read yet.
         order: which row of the file comes as i-th; -1 stands for a row of zeros.
-        first_block, blocks: the blocks (of 32 columns) that are wanted of each row.
+        first_group, groups: the groups of 32 columns that are wanted of each row.
     """
 
     kind: int
     raw: npt.NDArray[np.uint8]
     order: npt.NDArray[np.int64]
-    first_block: int
-    blocks: int
+    first_group: int
+    groups: int
 
     @property
     def rows(self) -> int:
@@ -34,7 +36,43 @@ class Blocks:
 
     @property
     def columns(self) -> int:
-        return self.blocks * 32
+        return self.groups * GROUP
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Values of a matrix for a backend that packs them, some rows at a time.
+
+    Attributes:
+        rows, columns: its size. Rows that `read` does not have are zeros.
+        format: in which it is to be held.
+        read: these rows, [len(range), columns], in the data type of the file (float32 for quantized ones).
+    """
+
+    rows: int
+    columns: int
+    format: Format
+    read: Callable[[range], torch.Tensor]
+    stored: int  # rows that `read` has
+
+    @classmethod
+    def of(cls, values: torch.Tensor, format_: Format = Format.FLOAT32) -> Dense:
+        """A matrix that is in memory."""
+        rows, columns = values.shape
+        return cls(rows, columns, format_, lambda part: values[part.start : part.stop], rows)
+
+    def whole(self) -> torch.Tensor:
+        """All rows, [rows, columns]."""
+        values = self.read(range(self.stored))
+        missing = self.rows - self.stored
+        return torch.nn.functional.pad(values, (0, 0, 0, missing)) if missing else values
+
+
+def with_zero_rows(matrix: Blocks | Dense, count: int) -> Blocks | Dense:
+    """The matrix with so many more rows, of zeros."""
+    if isinstance(matrix, Dense):
+        return replace(matrix, rows=matrix.rows + count)
+    return replace(matrix, order=np.pad(matrix.order, (0, count), constant_values=-1))
 
 
 class Table(Protocol):
@@ -46,8 +84,6 @@ class Table(Protocol):
 
 class WeightSource(Protocol):
     """Named tensors under the names that `transformers` checkpoints use."""
-
-    quantization: str | None  # format of most weights, such as "q4_1", if a backend can compute with them as they are
 
     def names(self) -> frozenset[str]:
         """All tensor names."""
@@ -65,12 +101,13 @@ class WeightSource(Protocol):
 
     def matrix(
         self, name: str, shape: tuple[int, int], rows: range | None = None, columns: range | None = None,
-        kinds: Collection[int] = (),
-    ) -> torch.Tensor | Blocks:
-        """As `get`; as blocks if the tensor is of one of these GGUF types and is cut between blocks."""
+        precision: Precision = EXACT, head: bool = False,
+    ) -> Blocks | Dense:
+        """As `get`, to be held as `precision` says. A cut between groups, which would need other scales than the whole
+        matrix has, is held in floats. `head`: it is the output head."""
 
     def table(self, name: str, shape: tuple[int, int]) -> Table:
         """A whole matrix, for look-ups; raises as `get` does."""
 
     def release(self) -> None:
-        """All has been read: give up the memory that reading has taken. Tables stay usable."""
+        """Give up the memory that reading has taken so far. Everything stays usable."""

@@ -58,20 +58,23 @@ def test_special_tokens_in_both_forms(tmp_path: Path) -> None:
 
 def test_a_template_of_each_place_and_the_order_of_places(tmp_path: Path) -> None:
     folder = write(tmp_path)
-    assert ModelFolder.open(folder).chat_template is None
+    assert ModelFolder.open(folder).chat_templates == {}
     write(tmp_path, tokenizer_config={"chat_template": "of the tokenizer"})
-    assert ModelFolder.open(folder).chat_template == "of the tokenizer"
+    assert ModelFolder.open(folder).chat_templates == {"default": "of the tokenizer"}
     write(tmp_path, chat_template={"chat_template": "of its own JSON"})
-    assert ModelFolder.open(folder).chat_template == "of its own JSON"
+    assert ModelFolder.open(folder).chat_templates == {"default": "of its own JSON"}
     (folder / "chat_template.jinja").write_text("of the .jinja \u2603", "utf-8")
-    assert ModelFolder.open(folder).chat_template == "of the .jinja \u2603"
+    assert ModelFolder.open(folder).chat_templates == {"default": "of the .jinja \u2603"}
 
 
-def test_of_several_templates_the_default_one(tmp_path: Path) -> None:
+def test_several_templates_have_names(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}, "?", {"template": "x"}]
-    assert ModelFolder.open(write(tmp_path, tokenizer_config={"chat_template": several})).chat_template == "plain"
-    others = several[:1]
-    assert ModelFolder.open(write(tmp_path, tokenizer_config={"chat_template": others})).chat_template is None
+    folder = write(tmp_path, tokenizer_config={"chat_template": several})
+    assert ModelFolder.open(folder).chat_templates == {"tool_use": "tools", "default": "plain"}
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("documents")
+    (folder / "chat_template.jinja").write_text("a file")
+    assert ModelFolder.open(folder).chat_templates == {"rag": "documents", "default": "a file"}
 
 
 def test_a_gguf_is_found(tmp_path: Path) -> None:
@@ -84,7 +87,7 @@ def test_a_gguf_is_found(tmp_path: Path) -> None:
 
 def one_line(path: Path) -> str:
     with pytest.raises(StartupError) as caught:
-        ModelFolder.open(path).chat_template  # noqa: B018 - read when it is asked for
+        ModelFolder.open(path).chat_templates  # noqa: B018 - read when it is asked for
     text = str(caught.value)
     assert "\n" not in text
     return text

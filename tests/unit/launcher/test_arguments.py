@@ -154,6 +154,18 @@ def test_flags_that_are_not_built_are_refused(
     assert name in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "value", ["awq", "gptq", "eetq", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "exl2", "fp8", "marlin"]
+)
+def test_quantizations_that_are_not_built_are_refused_beside_those_that_are(value: str) -> None:
+    assert refusal("--quantize", value).endswith(f"'{value}' is not one of 'int8', 'q4'.")
+
+
+def test_quantization_and_data_type_are_one_choice() -> None:
+    assert plan("--quantize", "int8").shard.quantize == "int8"
+    assert "--dtype bfloat16 and --quantize q4" in refusal("--dtype", "bfloat16", "--quantize", "q4")
+
+
 def test_hidden_flags_stay_out_of_help() -> None:
     command = click.Command("serve", params=arguments.parameters(True))
     text = command.get_help(click.Context(command))

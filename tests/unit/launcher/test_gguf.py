@@ -125,7 +125,7 @@ def test_the_folder_is_whole(default_model: Path) -> None:
     folder = ModelFolder.open(default_model)
     assert folder.eos_token_ids == (2,)
     assert folder.gguf is not None
-    assert "<|im_start|>" in (folder.chat_template or "")
+    assert "<|im_start|>" in folder.chat_templates["default"]
     assert folder.special_texts == {
         "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": "<|endoftext|>"
     }
@@ -139,6 +139,15 @@ def test_a_derived_folder_is_made_once_and_again_when_the_file_changes(tmp_path:
     assert len(lines) == 1
     os.utime(path, (1, 1))
     assert gguf_file.resolve(path, caches, lines.append) != first
+
+
+def test_templates_keep_their_names(tmp_path: Path, caches: CacheProvider) -> None:
+    named: dict[str, Any] = {
+        "tokenizer__chat_template": "plain", "tokenizer__chat_templates": ["tool_use", "../x"],
+        "tokenizer__chat_template__tool_use": "tools", "tokenizer__chat_template__../x": "outside",
+    }
+    folder = gguf_file.resolve(write_gguf(tmp_path / "m.gguf", **named), caches, lambda line: None)
+    assert ModelFolder.open(folder).chat_templates == {"default": "plain", "tool_use": "tools"}
 
 
 def test_sentencepiece(tmp_path: Path) -> None:

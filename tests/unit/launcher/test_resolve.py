@@ -127,6 +127,14 @@ def test_a_tensor_is_missing(model: Path, caches: CacheProvider) -> None:
     assert "model.layers.2.input_layernorm.weight" in refusal(model, caches)
 
 
+def test_weights_that_other_programs_packed(model: Path, caches: CacheProvider) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    text = refusal(model, caches)
+    assert "gptq" in text
+    assert "--quantize int8 or q4" in text
+
+
 def test_an_index_that_lies(tmp_path: Path, caches: CacheProvider) -> None:
     model = write_tiny_model(tmp_path / "parts", parts=2)
     index = json.loads((model / "model.safetensors.index.json").read_text())

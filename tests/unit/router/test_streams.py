@@ -26,11 +26,18 @@ async def test_tokens_in_order_up_to_the_end() -> None:
     assert [t.id async for t in stream] == [0, 1, 2, 3]
 
 
-async def test_silence() -> None:
-    stream = TokenStream(lambda: None)
-    assert await stream.read(0.01) == []
-    stream.put(token(1))
-    assert len(await stream.read(0.01)) == 1
+async def test_what_arrives_is_told_once_until_it_is_taken() -> None:
+    stream, told = TokenStream(lambda: None), []
+    stream.put(token(0))
+    stream.on_arrival(lambda: told.append(len(stream.take())))
+    assert told == [1]
+    stream.on_arrival(lambda: told.append(0))
+    for number in range(1, 4):
+        stream.put(token(number))
+    assert told == [1, 0]
+    assert [t.id for t in stream.take()] == [1, 2, 3]
+    stream.put(token(4, END))
+    assert told == [1, 0, 0]
 
 
 async def test_an_error_comes_after_the_tokens_before_it() -> None:
@@ -64,16 +71,15 @@ async def test_merge_reads_all_to_their_ends() -> None:
             await asyncio.sleep(0)
 
     writer = asyncio.create_task(write())
-    got = [pair async for pairs in merge(streams, None) for pair in pairs]
+    got = [pair async for pairs in merge(streams) for pair in pairs]
     await writer
     for index, stream_ids in enumerate(([0], list(range(5)), list(range(5)))):
         assert [t.id for i, t in got if i == index] == stream_ids
 
 
-async def test_merge_passes_silence_and_errors_on() -> None:
+async def test_merge_passes_errors_on() -> None:
     stream = TokenStream(lambda: None)
-    reader = merge([stream], 0.01)
-    assert await anext(reader) == []
+    reader = merge([stream])
     stream.put(token(1))
     stream.fail(GenerationFailed("gone"))
     assert [t.id for _, t in await anext(reader)] == [1]

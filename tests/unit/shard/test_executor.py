@@ -49,6 +49,7 @@ class MemoryModel:
     def __init__(self, blocks: int) -> None:
         self.cache = np.full((blocks + 1) * BLOCK_SIZE, -1, dtype=np.int64)
         self.fails = False
+        self.says = follows
         self.sizes: list[int] = []
 
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -67,7 +68,7 @@ class MemoryModel:
             if POISON in contexts[row]:
                 logits[at] = torch.nan
             else:
-                logits[at, follows(contexts[row])] = 10.0
+                logits[at, self.says(contexts[row])] = 10.0
         return logits
 
     def idle(self) -> None:
@@ -96,7 +97,7 @@ def request(number: int, prompt: list[int], max_new: int, **more: object) -> Req
 class Driver:
     """An executor, and what its calls have handed over."""
 
-    def __init__(self, blocks: int = 40, rows: int = 8, step_tokens: int = 16, lease: float = 60.0) -> None:
+    def __init__(self, blocks: int = 40, rows: int = 8, step_tokens: int = 16, lease: float = 60.0, speculate: int = 0) -> None:
         self.model, self.blocks = MemoryModel(blocks), BlockManager(blocks)
         self.rows = RunningBatch(rows, 128)
         self.out: dict[Call, list[StepResult]] = defaultdict(list)
@@ -104,7 +105,7 @@ class Driver:
         self.reads = True
         self.executor = Executor(
             self.model, self.rows, self.blocks, eos_ids=frozenset({EOS}), vocab_size=VOCAB, max_step_tokens=step_tokens,
-            batch_lease=lease, deliver=self.deliver, step_deadline=10,
+            batch_lease=lease, deliver=self.deliver, step_deadline=10, speculate=speculate,
         )
 
     def deliver(self, delivery: Delivery) -> None:
@@ -337,7 +338,7 @@ def test_a_failing_row_ends_alone() -> None:
     d.run()
     assert d.tokens(a, b) == {1: expected([5], 6), 3: expected([6], 6)}
     errors = [x for c in (a, b) for s in d.out[c] for x in s.details if x.finish_reason == ERROR]
-    assert [(e.request_id, e.token, e.generated_tokens) for e in errors] == [(2, None, 0)]
+    assert [(e.request_id, e.tokens, e.generated_tokens) for e in errors] == [(2, [], 0)]
     assert "not finite" in str(errors[0].message)
 
 

@@ -23,6 +23,7 @@ from headrace_shard.parallel.group import Alone
 from headrace_shard.requests import Request
 from headrace_shard.scheduler import build
 from headrace_shard.weights import open_weights
+from headrace_shard.weights.precision import EXACT
 from tests.models import write_tiny_model
 
 CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ def logits_of(folder: Path, sequences: list[list[int]], chunk: int, backend: Any
         while any(rows.computed[s] < rows.known[s] for s in slots):
             left = {s: int(rows.known[s] - rows.computed[s]) for s in slots}
             decode = np.array([s for s in slots if left[s] == 1], dtype=np.int64)
-            plan = build(rows, decode, [(s, min(chunk, left[s] - 1)) for s in slots if left[s] > 1])
+            plan = build(rows, decode, [(s, min(chunk, left[s] - 1)) for s in slots if left[s] > 1], {})
             logits, at = model.forward(plan.input), 0
             for slot, count in zip(plan.slots.tolist(), plan.counts.tolist(), strict=True):
                 out[slot].append(logits[at : at + count])
@@ -91,7 +92,7 @@ def test_logits_equal_those_of_transformers(pair: tuple[Path, Any], chunk: int) 
     folder, theirs = pair
     generator = torch.Generator().manual_seed(chunk)
     sequences = [torch.randint(3, 290, (n,), generator=generator).tolist() for n in (1, 2, 17, 40, 23)]
-    ours = logits_of(folder, sequences, chunk, choose_backend(torch.float32, CPU, Alone()))
+    ours = logits_of(folder, sequences, chunk, choose_backend(EXACT, CPU, Alone()))
     for tokens, got in zip(sequences, ours, strict=True):
         with torch.inference_mode():
             expected = theirs(torch.tensor([tokens])).logits[0]

@@ -11,12 +11,27 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from headrace_shard.kernels.build import BuildFailed
+from headrace_shard.kernels.library import Library
 from headrace_shard.sampling.filters import CANDIDATES, Filters, best, decided_by_candidates, kept
 from headrace_shard.sampling.params import SamplingParams, Watermark
+from headrace_shard.sampling.passes import Passes, TorchPasses
 from headrace_shard.sampling.penalties import process
 from headrace_shard.sampling.sampler import Row, choose
 
 NONE = np.zeros(0, dtype=np.int32)
+
+
+def compiled() -> list[Passes]:
+    """The kernels' passes; none without a compiler, where they do not serve either."""
+    try:
+        return [Library()]
+    except BuildFailed:
+        return []
+
+
+PASSES: list[Passes] = [TorchPasses(), *compiled()]
+NAMES = [type(passes).__name__ for passes in PASSES]
 
 
 def filters(rows: int, top_k: float = 0, top_p: float = 1, typical_p: float = 1, min_p: float = 0) -> Filters:
@@ -45,25 +60,27 @@ def by_sorting(logits: torch.Tensor, top_k: int, top_p: float, typical_p: float,
     return set((x > -torch.inf).nonzero()[:, 0].tolist())
 
 
+@pytest.mark.parametrize("passes", PASSES, ids=NAMES)
 @settings(deadline=None, max_examples=60)
 @given(
-    st.integers(0, 10**6), st.sampled_from([0, 1, 5, 100, 200, 5000]), st.sampled_from([1.0, 0.95, 0.5, 0.05]),
-    st.sampled_from([1.0, 0.9, 0.3]), st.sampled_from([0.0, 0.1, 0.01]), st.sampled_from([0.5, 2.0, 6.0]),
+    seed=st.integers(0, 10**6), top_k=st.sampled_from([0, 1, 5, 100, 200, 5000]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.05]), typical_p=st.sampled_from([1.0, 0.9, 0.3]),
+    min_p=st.sampled_from([0.0, 0.1, 0.01]), spread=st.sampled_from([0.5, 2.0, 6.0]),
 )
 @example(seed=0, top_k=200, top_p=0.5, typical_p=1.0, min_p=0.01, spread=2.0)
 def test_filters_keep_what_their_definitions_keep(
-    seed: int, top_k: int, top_p: float, typical_p: float, min_p: float, spread: float
+    seed: int, top_k: int, top_p: float, typical_p: float, min_p: float, spread: float, passes: Passes
 ) -> None:
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(seed)) * spread
     total = logits.logsumexp(-1, keepdim=True)
     what = filters(3, top_k if top_k < 1000 else 0, top_p, typical_p, min_p)
-    keep = kept(logits, total, what)
+    keep = kept(logits, total, what, passes)
     for row in range(3):
         exact = by_sorting(logits[row], top_k, top_p, typical_p, min_p)
         # float32 against float64: the token at a mass's very edge may fall on either side of it.
         assert len(set(keep[row].nonzero()[:, 0].tolist()) ^ exact) <= 2
     values, ids = best(logits)
-    among = kept(values, total, what)
+    among = kept(values, total, what, passes)
     decided = decided_by_candidates(values, total, what)
     for row in decided.nonzero()[:, 0].tolist():
         assert set(ids[row][among[row]].tolist()) == set(keep[row].nonzero()[:, 0].tolist())
@@ -81,10 +98,11 @@ def row(index: int = 0, top_n: int = 0, output: Any = NONE, **params: Any) -> Ro
     return Row(SamplingParams(**params), NONE, output, index, (), top_n)
 
 
+@pytest.mark.parametrize("passes", PASSES, ids=NAMES)
 @pytest.mark.parametrize(
     "params", [{}, {"top_k": 3}, {"top_p": 0.7}, {"temperature": 2.0, "top_p": 0.9}, {"typical_p": 0.6}, {"min_p": 0.2}]
 )
-def test_draws_follow_the_filtered_distribution(params: dict[str, Any]) -> None:
+def test_draws_follow_the_filtered_distribution(params: dict[str, Any], passes: Passes) -> None:
     logits = torch.randn(200, generator=torch.Generator().manual_seed(3)) * 2
     allowed = by_sorting(
         logits / params.get("temperature", 1), int(params.get("top_k", 0)), params.get("top_p", 1),
@@ -97,7 +115,7 @@ def test_draws_follow_the_filtered_distribution(params: dict[str, Any]) -> None:
     drawn: list[int] = []
     for start in range(0, count, 500):
         rows = [row(sampled=True, seed=start + i, **params) for i in range(500)]
-        drawn += choose(logits.expand(500, -1), rows).tokens.tolist()
+        drawn += choose(logits.expand(500, -1), rows, passes).tokens.tolist()
     counts = np.bincount(drawn, minlength=200)
     assert set(np.nonzero(counts)[0]) <= allowed
     common = expected.numpy() * count > 20
@@ -107,22 +125,24 @@ def test_draws_follow_the_filtered_distribution(params: dict[str, Any]) -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(0, 10**6))
-def test_a_row_draws_the_same_alone_and_in_company(seed: int) -> None:
+@given(seed=st.integers(0, 10**6))
+@pytest.mark.parametrize("passes", PASSES, ids=NAMES)
+def test_a_row_draws_the_same_alone_and_in_company(seed: int, passes: Passes) -> None:
     logits = torch.randn(5, 3000, generator=torch.Generator().manual_seed(seed)) * 3
     kinds: list[dict[str, Any]] = [
         {}, {"sampled": True}, {"sampled": True, "top_p": 0.9}, {"sampled": True, "top_k": 20, "top_p": 0.5},
         {"sampled": True, "typical_p": 0.8, "frequency_penalty": 1.0},
     ]
     rows = [row(index=i, seed=seed + i, output=np.array([1, 2, 2], dtype=np.int32), **k) for i, k in enumerate(kinds)]
-    together = choose(logits, rows).tokens.tolist()
-    assert together == [int(choose(logits[i : i + 1], [r]).tokens[0]) for i, r in enumerate(rows)]
+    together = choose(logits, rows, passes).tokens.tolist()
+    assert together == [int(choose(logits[i : i + 1], [r], passes).tokens[0]) for i, r in enumerate(rows)]
 
 
-def test_logprobs_and_top_tokens_are_of_the_raw_distribution() -> None:
+@pytest.mark.parametrize("passes", PASSES, ids=NAMES)
+def test_logprobs_and_top_tokens_are_of_the_raw_distribution(passes: Passes) -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     expected = logits.log_softmax(-1)
-    choice = choose(logits, [row(logit_bias={7: 100.0}, top_n=3), row()])
+    choice = choose(logits, [row(logit_bias={7: 100.0}, top_n=3), row()], passes)
     assert choice.tokens[0] == 7
     assert choice.logprobs[0] == pytest.approx(float(expected[0, 7]), abs=1e-5)
     ids, logprobs = choice.top[0]
@@ -131,12 +151,13 @@ def test_logprobs_and_top_tokens_are_of_the_raw_distribution() -> None:
     assert 1 not in choice.top
 
 
-def test_a_row_of_nan_fails_alone() -> None:
+@pytest.mark.parametrize("passes", PASSES, ids=NAMES)
+def test_a_row_of_nan_fails_alone(passes: Passes) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    clean = choose(logits, [row()] * 3)
+    clean = choose(logits, [row()] * 3, passes)
     broken = logits.clone()
     broken[1, 4] = torch.nan
-    choice = choose(broken, [row(), row(sampled=True), row()])
+    choice = choose(broken, [row(), row(sampled=True), row()], passes)
     assert choice.failed.tolist() == [False, True, False]
     assert choice.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
 

@@ -24,7 +24,7 @@ def adapt(
     """The messages for a template: what it does not know is written into their contents, in Hermes' format.
 
     Args:
-        messages: a copy that is the template's own.
+        messages: as `template_messages` makes them; they stay as they are.
         tools: in OpenAI's form.
         mentions: does the template hold this text?
     """
@@ -52,12 +52,14 @@ def _without_functions(message: dict[str, Any]) -> dict[str, Any]:
 def _named(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Results get the name of the function that was called: some templates write it."""
     names: dict[str, str] = {}
+    made: list[dict[str, Any]] = []
     for message in messages:
         for call in message.get("tool_calls", ()):
             names[call.get("id", "")] = call["function"]["name"]
         if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
-            message["name"] = names[message["tool_call_id"]]
-    return messages
+            message = {**message, "name": names[message["tool_call_id"]]}
+        made.append(message)
+    return made
 
 
 def _short_ids(message: dict[str, Any]) -> dict[str, Any]:
@@ -78,14 +80,15 @@ def _calls_written(message: dict[str, Any]) -> dict[str, Any]:
         for call in made.pop("tool_calls", ())
     ]
     texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-    made["content"] = "\n".join(filter(None, [made["content"], *texts]))
+    if texts:
+        made["content"] = "\n".join(filter(None, [_joined(made["content"]), *texts]))
     return made
 
 
 def _result_of_user(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] != "tool":
         return message
-    return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    return {"role": "user", "content": f"<tool_response>\n{_joined(message['content'])}\n</tool_response>"}
 
 
 def _instructed(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -94,5 +97,10 @@ def _instructed(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> 
     text = INSTRUCTIONS.format(tools=lines)
     if messages[0]["role"] == "system":
         first = messages[0]
-        return [{**first, "content": f"{first['content']}\n\n{text}".strip()}, *messages[1:]]
+        return [{**first, "content": f"{_joined(first['content'])}\n\n{text}".strip()}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def _joined(content: str | list[dict[str, Any]]) -> str:
+    """The text of a content."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "pool.h"
@@ -20,6 +21,10 @@ namespace headrace::VARIANT {
 constexpr int kAttentionRows = 6;
 constexpr int kMaxHeadDim = 512;
 constexpr int kRun = 8;  // dimensions between prefetches; divides head_dim
+// Keys are taken in splits of a fixed size, whose results are added from the oldest to the newest: who computes which
+// split does not show in the sum.
+constexpr int kSplitBlocks = 8;
+constexpr int kSplitKeys = kSplitBlocks * kBlock;
 
 // One layer's cache, and the sizes that address it.
 template <class T>
@@ -65,121 +70,259 @@ void write_token(float* row, const Heads& h, const Tiles& t, int64_t token, cons
   }
 }
 
-// R rows of one tile against one KV head.
+// Rows of one tile against one KV head.
 struct Rows {
+  int count;
   const float* queries[kAttentionRows];
   float* outs[kAttentionRows];
   int64_t begins[kAttentionRows];  // first key that the row sees
   int64_t ends[kAttentionRows];    // one past the last
 };
 
+// Sums over some of the keys: the largest score, the sum of exp(score - largest), and as many sums of values with these
+// weights.
+struct Sums {
+  float most[kAttentionRows];
+  float weight[kAttentionRows];
+  std::vector<float> values;  // [rows, head_dim]
+};
+
+// The blocks of one split, of one KV head: keys and, behind them, values.
+template <class T>
+struct Split {
+  int64_t first;  // block
+  int count;
+  const T* blocks[kSplitBlocks];
+};
+
+template <class T>
+Split<T> split_of(const Cache<T>& cache, const int32_t* table, int64_t number, int64_t end) {
+  Split<T> split{number * kSplitBlocks, 0, {}};
+  const int64_t last = std::min(split.first + kSplitBlocks, (end + kBlock - 1) / kBlock);
+  for (int64_t b = split.first; b < last; ++b) split.blocks[split.count++] = cache.keys + table[b] * cache.block_stride;
+  return split;
+}
+
+template <class T>
+void prefetch_run(const T* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) prefetch(from + i);
+}
+
+// scores [R, kSplitKeys]. Reads ahead: of a split that nobody has read ahead its own blocks, else the next split's keys.
 template <int R, class T>
-void scores_of(
-    const Rows& rows, const Cache<T>& cache, const int32_t* table, int64_t first, int64_t last, int dim, float* scores) {
-  static thread_local std::vector<float> packed;  // queries as [head_dim][R]
-  if (packed.size() < static_cast<size_t>(dim) * R) packed.resize(dim * kAttentionRows);
-  for (int d = 0; d < dim; ++d) {
-    for (int r = 0; r < R; ++r) packed[d * R + r] = rows.queries[r][d];
-  }
-  const float* q = packed.data();
-  const int64_t length = (last - first) * kBlock;
-  for (int64_t b = first; b < last; ++b) {
-    const T* keys = cache.keys + table[b] * cache.block_stride;
-    const T* values = cache.values + table[b] * cache.block_stride;
-    const T* next = cache.keys + table[b + 1 < last ? b + 1 : b] * cache.block_stride;
+void scores_of(const float* queries, const Split<T>& split, const Split<T>* next, bool cold, int dim, float* scores) {
+  for (int b = 0; b < split.count; ++b) {
+    const T *keys = split.blocks[b], *values = keys + kBlock * dim;
+    const T* ahead = next && b < next->count ? next->blocks[b] : nullptr;
+    if (cold) ahead = split.blocks[std::min(b + 1, split.count - 1)];
     F8 c[R][2];
     UNROLL for (int r = 0; r < R; ++r) c[r][0] = c[r][1] = zero();
     for (int run = 0; run < dim; run += kRun) {
-      // The next keys, and these tokens' values, which are wanted as soon as all scores are there.
-      for (int64_t i = 0; i < kRun * kBlock; i += 64 / static_cast<int64_t>(sizeof(T))) {
-        prefetch(next + run * kBlock + i);
-        prefetch(values + run * kBlock + i);
-      }
+      if (ahead) prefetch_run(ahead + run * kBlock, kRun * kBlock);
+      if (cold) prefetch_run(values + run * kBlock, kRun * kBlock);
       for (int d = run; d < run + kRun; ++d) {
         F8 k0 = load(keys + d * kBlock), k1 = load(keys + d * kBlock + 8);
         UNROLL for (int r = 0; r < R; ++r) {
-          F8 x = all(q[d * R + r]);
+          F8 x = all(queries[d * R + r]);
           c[r][0] = fma(x, k0, c[r][0]);
           c[r][1] = fma(x, k1, c[r][1]);
         }
       }
     }
     UNROLL for (int r = 0; r < R; ++r) {
-      store(scores + r * length + (b - first) * kBlock, c[r][0]);
-      store(scores + r * length + (b - first) * kBlock + 8, c[r][1]);
+      store(scores + r * kSplitKeys + b * kBlock, c[r][0]);
+      store(scores + r * kSplitKeys + b * kBlock + 8, c[r][1]);
     }
   }
 }
 
-// Scores to exp(score - largest), 0 outside [begin, end); returns 1 / their sum. `length` is a multiple of 16.
-inline float weigh(float* scores, int64_t length, int64_t begin, int64_t end) {
+// Scores to exp(score - largest), 0 outside [begin, end), of which some is inside; `length` is a multiple of 16.
+inline void weigh(float* scores, int64_t length, int64_t begin, int64_t end, float& most, float& weight) {
   std::fill(scores, scores + begin, -INFINITY);
   std::fill(scores + end, scores + length, -INFINITY);
-  F8 most = all(-INFINITY);
-  for (int64_t i = 0; i < length; i += 8) most = max(most, load(scores + i));
-  F8 shift = all(largest(most)), total = zero();
+  F8 top = all(-INFINITY);
+  for (int64_t i = 0; i < length; i += 8) top = max(top, load(scores + i));
+  most = largest(top);
+  F8 total = zero();
   for (int64_t i = 0; i < length; i += 8) {
-    F8 e = exp(sub(load(scores + i), shift));
+    F8 e = exp(sub(load(scores + i), all(most)));
     total = add(total, e);
     store(scores + i, e);
   }
-  return 1.0f / sum(total);
+  weight = sum(total);
 }
 
-// Columns column .. column + 8 N of all rows' outputs.
+// Columns column .. column + 8 N of all rows' sums of values.
 template <int R, int N, class T>
 void mix(
-    const Rows& rows, const Cache<T>& cache, const int32_t* table, int64_t first, int64_t end, int dim, int column,
-    const float* weights, int64_t length, const float* shares) {
+    const Split<T>& split, const Split<T>* next, bool cold, int64_t keys, int dim, int column, const float* weights,
+    float* out) {
   F8 c[R][N];
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int n = 0; n < N; ++n) c[r][n] = zero();
-  for (int64_t b = first; b * kBlock < end; ++b) {
-    const T* values = cache.values + table[b] * cache.block_stride + column;
-    const float* p = weights + (b - first) * kBlock;
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, end - b * kBlock));
+  for (int b = 0; b < split.count; ++b) {
+    const T* values = split.blocks[b] + kBlock * dim + column;
+    const T* ahead = next && column == 0 && b < next->count ? next->blocks[b] : nullptr;
+    const float* p = weights + b * kBlock;
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, keys - b * kBlock));
     for (int i = 0; i < count; ++i) {
+      if (ahead && cold) prefetch_run(ahead + i * dim, dim);
+      if (ahead) prefetch_run(ahead + (kBlock + i) * dim, dim);
       F8 v[N];
       UNROLL for (int n = 0; n < N; ++n) v[n] = load(values + i * dim + n * 8);
       UNROLL for (int r = 0; r < R; ++r) {
-        F8 x = all(p[r * length + i]);
+        F8 x = all(p[r * kSplitKeys + i]);
         UNROLL for (int n = 0; n < N; ++n) c[r][n] = fma(x, v[n], c[r][n]);
       }
     }
   }
   UNROLL for (int r = 0; r < R; ++r) {
-    UNROLL for (int n = 0; n < N; ++n) store(rows.outs[r] + column + n * 8, mul(c[r][n], all(shares[r])));
+    UNROLL for (int n = 0; n < N; ++n) store(out + r * dim + column + n * 8, c[r][n]);
   }
 }
 
 template <int R, class T>
-void attend(const Rows& rows, const Cache<T>& cache, const int32_t* table, int dim) {
-  const int64_t end = *std::max_element(rows.ends, rows.ends + R);
-  const int64_t first = *std::min_element(rows.begins, rows.begins + R) / kBlock, last = (end + kBlock - 1) / kBlock;
-  const int64_t length = (last - first) * kBlock;
-  static thread_local std::vector<float> scratch;
-  if (scratch.size() < static_cast<size_t>(length * R)) scratch.resize(length * R * 2);
-  float* scores = scratch.data();
-  scores_of<R>(rows, cache, table, first, last, dim, scores);
-  float shares[R];
+void attend(
+    const Rows& rows, const float* queries, const Split<T>& split, const Split<T>* next, bool cold, int dim, Sums& sums) {
+  alignas(32) float scores[R * kSplitKeys];
+  scores_of<R>(queries, split, next, cold, dim, scores);
+  const int64_t base = split.first * kBlock, length = int64_t{split.count} * kBlock;
+  int64_t keys = 0;
   for (int r = 0; r < R; ++r) {
-    shares[r] = weigh(scores + r * length, length, rows.begins[r] - first * kBlock, rows.ends[r] - first * kBlock);
+    const int64_t begin = std::max<int64_t>(0, rows.begins[r] - base), end = std::min(length, rows.ends[r] - base);
+    keys = std::max(keys, end);
+    if (begin < end) {
+      weigh(scores + r * kSplitKeys, length, begin, end, sums.most[r], sums.weight[r]);
+    } else {
+      std::fill_n(scores + r * kSplitKeys, length, 0.0f);
+      sums.weight[r] = 0;
+    }
   }
   int column = 0;
+  float* out = sums.values.data();
   if (R <= 3) {
-    for (; column + 32 <= dim; column += 32) mix<R, 4>(rows, cache, table, first, end, dim, column, scores, length, shares);
+    for (; column + 32 <= dim; column += 32) mix<R, 4>(split, next, cold, keys, dim, column, scores, out);
   }
-  for (; column < dim; column += 16) mix<R, 2>(rows, cache, table, first, end, dim, column, scores, length, shares);
+  for (; column < dim; column += 16) mix<R, 2>(split, next, cold, keys, dim, column, scores, out);
 }
 
 template <class T>
-void attend(int count, const Rows& rows, const Cache<T>& cache, const int32_t* table, int dim) {
-  switch (count) {
-    case 1: return attend<1>(rows, cache, table, dim);
-    case 2: return attend<2>(rows, cache, table, dim);
-    case 3: return attend<3>(rows, cache, table, dim);
-    case 4: return attend<4>(rows, cache, table, dim);
-    case 5: return attend<5>(rows, cache, table, dim);
-    default: return attend<6>(rows, cache, table, dim);
+void attend(
+    const Rows& rows, const float* queries, const Split<T>& split, const Split<T>* next, bool cold, int dim, Sums& sums) {
+  switch (rows.count) {
+    case 1: return attend<1>(rows, queries, split, next, cold, dim, sums);
+    case 2: return attend<2>(rows, queries, split, next, cold, dim, sums);
+    case 3: return attend<3>(rows, queries, split, next, cold, dim, sums);
+    case 4: return attend<4>(rows, queries, split, next, cold, dim, sums);
+    case 5: return attend<5>(rows, queries, split, next, cold, dim, sums);
+    default: return attend<6>(rows, queries, split, next, cold, dim, sums);
+  }
+}
+
+// Adds the next split's sums of one row, [head_dim] values, to those of all splits before it.
+inline void fold(float& most, float& weight, float* values, float next_most, float next_weight, const float* next, int dim) {
+  if (next_weight == 0) return;  // the row sees nothing there
+  if (weight == 0) {
+    most = next_most;
+    weight = next_weight;
+    std::copy(next, next + dim, values);
+    return;
+  }
+  const float top = std::max(most, next_most);
+  const F8 old_share = exp(all(most - top)), new_share = exp(all(next_most - top));
+  for (int d = 0; d < dim; d += 8) store(values + d, fma(load(next + d), new_share, mul(load(values + d), old_share)));
+  float both[8];
+  store(both, fma(all(next_weight), new_share, mul(all(weight), old_share)));
+  weight = both[0];
+  most = top;
+}
+
+inline void finish(const float* values, float weight, int dim, float* out) {
+  const F8 share = all(1.0f / weight);
+  for (int d = 0; d < dim; d += 8) store(out + d, mul(load(values + d), share));
+}
+
+// One tile's rows of some heads of one KV head.
+template <class T>
+struct Item {
+  Rows rows;
+  Cache<T> cache;
+  const int32_t* table;
+  int64_t first_split, last_split, end;  // splits first .. last - 1 hold all keys up to `end`
+
+  Split<T> split(int64_t number) const { return split_of(cache, table, number, end); }
+};
+
+inline void pack_queries(const Rows& rows, int dim, float* packed) {  // [head_dim, rows]
+  for (int d = 0; d < dim; ++d) {
+    for (int r = 0; r < rows.count; ++r) packed[d * rows.count + r] = rows.queries[r][d];
+  }
+}
+
+// Whole items, several a chunk: while one split is computed, the next is on its way from memory.
+template <class T, class F>
+void attend_by_items(int64_t items, const F& item_of, int dim) {
+  const int64_t least = (items + kMaxChunks - 1) / kMaxChunks;
+  const int64_t a_chunk = std::max(least, std::clamp<int64_t>(items / (4 * threads()), 1, 8));
+  parallel(static_cast<int>((items + a_chunk - 1) / a_chunk), [&](int chunk) {
+    Sums part;
+    std::vector<float> packed(kAttentionRows * dim), values(kAttentionRows * dim);
+    part.values.resize(kAttentionRows * dim);
+    const int64_t last = std::min(items, (chunk + 1) * a_chunk);
+    Item<T> item = item_of(chunk * a_chunk);
+    Split<T> split = item.split(item.first_split);
+    bool cold = true;
+    for (int64_t number = chunk * a_chunk; number < last; ++number) {
+      Item<T> following = number + 1 < last ? item_of(number + 1) : item;
+      float most[kAttentionRows], weight[kAttentionRows] = {};
+      pack_queries(item.rows, dim, packed.data());
+      for (int64_t s = item.first_split; s < item.last_split; ++s) {
+        const bool ends = s + 1 == item.last_split, is_last = ends && number + 1 == last;
+        const Split<T> next = ends ? following.split(following.first_split) : item.split(s + 1);
+        attend(item.rows, packed.data(), split, is_last ? nullptr : &next, cold, dim, part);
+        for (int r = 0; r < item.rows.count; ++r) {
+          fold(most[r], weight[r], &values[r * dim], part.most[r], part.weight[r], &part.values[r * dim], dim);
+        }
+        split = next;
+        cold = false;
+      }
+      for (int r = 0; r < item.rows.count; ++r) finish(&values[r * dim], weight[r], dim, item.rows.outs[r]);
+      item = following;
+    }
+  });
+}
+
+// Few items: their splits are computed side by side and then added in order, which gives the same bits.
+template <class T, class F>
+void attend_by_splits(int64_t items, const F& item_of, int dim) {
+  std::vector<Item<T>> all_items;
+  std::vector<std::pair<int64_t, int64_t>> work;  // (item, split)
+  for (int64_t i = 0; i < items; ++i) {
+    all_items.push_back(item_of(i));
+    for (int64_t s = all_items[i].first_split; s < all_items[i].last_split; ++s) work.emplace_back(i, s);
+  }
+  std::vector<Sums> parts(work.size());
+  const int64_t count = static_cast<int64_t>(work.size()), a_chunk = (count + kMaxChunks - 1) / kMaxChunks;
+  parallel(static_cast<int>((count + a_chunk - 1) / a_chunk), [&](int chunk) {
+    std::vector<float> packed(kAttentionRows * dim);
+    for (int64_t w = chunk * a_chunk; w < std::min(count, (chunk + 1) * a_chunk); ++w) {
+      const Item<T>& item = all_items[work[w].first];
+      parts[w].values.resize(item.rows.count * dim);
+      pack_queries(item.rows, dim, packed.data());
+      attend<T>(item.rows, packed.data(), item.split(work[w].second), nullptr, true, dim, parts[w]);
+    }
+  });
+  std::vector<float> values(kAttentionRows * dim);
+  for (int64_t w = 0; w < count;) {
+    const int64_t number = work[w].first;
+    const Rows& rows = all_items[number].rows;
+    float most[kAttentionRows], weight[kAttentionRows] = {};
+    for (; w < count && work[w].first == number; ++w) {
+      const Sums& part = parts[w];
+      for (int r = 0; r < rows.count; ++r) {
+        fold(most[r], weight[r], &values[r * dim], part.most[r], part.weight[r], &part.values[r * dim], dim);
+      }
+    }
+    for (int r = 0; r < rows.count; ++r) finish(&values[r * dim], weight[r], dim, rows.outs[r]);
   }
 }
 
@@ -197,33 +340,37 @@ void attention_of(float* qkv, const Heads& h, const Tiles& t, T* memory, float* 
     }
   });
 
-  // Heads of one item: as many as fit beside the tile's queries, or one where items are too few to keep all threads busy.
+  // Heads of one item: as many as fit beside the tile's queries.
   const int tallest = *std::max_element(t.counts, t.counts + t.count);
-  int heads = std::max(1, std::min(shared, kAttentionRows / tallest));
-  if (t.count * h.kv_heads < 4 * threads() && threads() > 1) heads = 1;
-  const int splits = (shared + heads - 1) / heads, per_tile = h.kv_heads * splits;
-  auto one = [&](int item) {
-    const int tile = item / per_tile, kv = item % per_tile / splits, begin = item % splits * heads;
-    const int end = std::min(shared, begin + heads);
-    Rows rows;
-    int count = 0;
+  const int heads = std::max(1, std::min(shared, kAttentionRows / tallest));
+  const int parts = (shared + heads - 1) / heads, per_tile = h.kv_heads * parts;
+  auto item_of = [&](int64_t number) {
+    const int tile = static_cast<int>(number / per_tile), kv = number % per_tile / parts;
+    const int begin = number % parts * heads, end = std::min(shared, begin + heads);
+    Item<T> item{{}, {memory + kv * head_stride, nullptr, head_stride, cache.block_stride}, t.tables + t.starts[tile], 0, 0, 0};
+    Rows& rows = item.rows;
+    int64_t first = INT64_MAX;
     for (int i = 0; i < t.counts[tile]; ++i) {
       const int64_t token = t.firsts[tile] + i, position = t.positions[token];
-      for (int head = kv * shared + begin; head < kv * shared + end; ++head, ++count) {
-        rows.queries[count] = qkv + token * stride + head * dim;
-        rows.outs[count] = out + (token * h.heads + head) * dim;
-        rows.begins[count] = h.window ? std::max<int64_t>(0, position + 1 - h.window) : 0;
-        rows.ends[count] = position + 1;
+      for (int head = kv * shared + begin; head < kv * shared + end; ++head, ++rows.count) {
+        rows.queries[rows.count] = qkv + token * stride + head * dim;
+        rows.outs[rows.count] = out + (token * h.heads + head) * dim;
+        rows.begins[rows.count] = h.window ? std::max<int64_t>(0, position + 1 - h.window) : 0;
+        rows.ends[rows.count] = position + 1;
+        first = std::min(first, rows.begins[rows.count]);
+        item.end = std::max(item.end, position + 1);
       }
     }
-    Cache<T> mine{cache.keys + kv * head_stride, cache.values + kv * head_stride, head_stride, cache.block_stride};
-    attend(count, rows, mine, t.tables + t.starts[tile], dim);
+    item.first_split = first / kSplitKeys;
+    item.last_split = (item.end + kSplitKeys - 1) / kSplitKeys;
+    return item;
   };
-  const int64_t items = int64_t{t.count} * per_tile, most = kMaxChunks;
-  const int64_t together = (items + most - 1) / most;
-  parallel(static_cast<int>((items + together - 1) / together), [&](int chunk) {
-    for (int64_t i = chunk * together; i < std::min(items, (chunk + 1) * together); ++i) one(static_cast<int>(i));
-  });
+  const int64_t items = int64_t{t.count} * per_tile;
+  if (items < 4 * threads() && threads() > 1) {
+    attend_by_splits<T>(items, item_of, dim);
+  } else {
+    attend_by_items<T>(items, item_of, dim);
+  }
 }
 
 inline void attention(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out) {

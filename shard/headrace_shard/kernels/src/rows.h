@@ -85,7 +85,7 @@ inline void round_row_to_bytes(const float* x, int64_t columns, int8_t* out, flo
 // Fills `made` for a product of x [rows, columns] with the matrices of `parts`.
 inline void prepare(
     const float* x, int64_t rows, int64_t columns, const Norm* norm, const Matrix* parts, int count, Activations& made) {
-  bool formats[3] = {};
+  bool formats[kFormats] = {};
   for (int i = 0; i < count; ++i) formats[parts[i].format] = true;
   const int64_t groups = columns / kGroup;
   auto room = [](auto& buffer, int64_t size) {

@@ -15,6 +15,11 @@
 
 namespace headrace::VARIANT {
 
+// A bfloat16: the upper half of a float.
+struct Brain {
+  uint16_t bits;
+};
+
 constexpr float kLargestHalf = 65504.0f;
 constexpr float kExpLow = -87.3f;  // below this exp is 0: masked scores must weigh nothing at all
 
@@ -36,6 +41,10 @@ inline F8 abs(F8 a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 inline F8 fma(F8 a, F8 b, F8 c) { return _mm256_fmadd_ps(a, b, c); }
 inline F8 load(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline void store(uint16_t* p, F8 x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, 0)); }
+inline F8 load(const Brain* p) {
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 inline float sum(F8 v) {
@@ -107,6 +116,14 @@ inline F8 min(F8 a, F8 b) { HEADRACE_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 inline F8 abs(F8 a) { HEADRACE_EACH(std::fabs(a.v[i])); }
 inline F8 fma(F8 a, F8 b, F8 c) { HEADRACE_EACH(a.v[i] * b.v[i] + c.v[i]); }
 inline F8 load(const uint16_t* p) { HEADRACE_EACH(half_to_float(p[i])); }
+inline F8 load(const Brain* p) {
+  F8 r;
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t bits = uint32_t{p[i].bits} << 16;
+    std::memcpy(&r.v[i], &bits, 4);
+  }
+  return r;
+}
 inline void store(uint16_t* p, F8 x) {
   for (int i = 0; i < 8; ++i) p[i] = float_to_half(x.v[i]);
 }

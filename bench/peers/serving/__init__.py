@@ -1,0 +1,1 @@
+"""Programs that run inside a peer's own environment: engines without an HTTP server get the smallest one that streams."""

@@ -1,0 +1,189 @@
+"""OpenAI's Python SDK."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from checks import check, raises, run
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, OpenAI, UnprocessableEntityError
+
+URL, MODEL = sys.argv[1], sys.argv[2]
+client = OpenAI(base_url=f"{URL}/v1", api_key="-", timeout=60, max_retries=0)
+MESSAGES = [{"role": "user", "content": "Say hello."}]
+PROMPT = "The capital of France is"
+
+
+@check("models: list and retrieve")
+def models() -> None:
+    assert [m.id for m in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    raises(NotFoundError, lambda: client.models.retrieve("no-such-model"))
+
+
+@check("chat: message, finish reason, usage")
+def chat() -> None:
+    reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_completion_tokens=6, temperature=0)
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].message.content
+    assert reply.choices[0].finish_reason in ("stop", "length")
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+@check("chat: stream with usage in a last chunk without choices")
+def stream() -> None:
+    chunks = list(client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=6, temperature=0, stream=True, stream_options={"include_usage": True}
+    ))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=6, temperature=0)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert len({c.id for c in chunks}) == 1
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+
+
+@check("chat: several choices, streamed and not")
+def several() -> None:
+    given = {"model": MODEL, "messages": MESSAGES, "max_tokens": 6, "n": 2, "seed": 11, "temperature": 1.2}
+    reply = client.chat.completions.create(**given)
+    assert [c.index for c in reply.choices] == [0, 1]
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(**given, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [c.message.content for c in reply.choices]
+
+
+@check("chat: logprobs with bytes")
+def logprobs() -> None:
+    reply = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
+    )
+    content = reply.choices[0].logprobs.content
+    assert b"".join(bytes(t.bytes) for t in content).decode() .startswith(reply.choices[0].message.content[:1])
+    for token in content:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == token.top_logprobs[0].logprob
+
+
+@check("chat: stop as string and list, logit_bias, seed, penalties, user, metadata")
+def parameters() -> None:
+    free = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0)
+    first = free.choices[0].message.content.split()[0]
+    for stop in (first, [first, "zzz"]):
+        reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0, stop=stop)
+        assert reply.choices[0].finish_reason == "stop"
+        assert first not in reply.choices[0].message.content
+    reply = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=4, seed=1, presence_penalty=0.5, frequency_penalty=0.5,
+        logit_bias={"500": 5}, user="somebody", metadata={"a": "b"}, store=False, service_tier="auto",
+    )
+    assert reply.choices[0].message.content is not None
+
+
+@check("chat: content parts, system message, history")
+def parts() -> None:
+    reply = client.chat.completions.create(model=MODEL, max_tokens=4, messages=[
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": " hello."}]},
+        {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Again."},
+    ])
+    assert reply.choices[0].message.content
+
+
+@check("chat: structured output parses into a class")
+def parsed() -> None:
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        yes: bool
+        colour: str
+
+    reply = client.chat.completions.parse(model=MODEL, messages=MESSAGES, max_tokens=200, response_format=Answer)
+    if reply.choices[0].finish_reason == "stop":
+        assert isinstance(reply.choices[0].message.parsed, Answer)
+    reply = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=300, response_format={"type": "json_object"}
+    )
+    if reply.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(reply.choices[0].message.content), dict)
+
+
+@check("completions: text, list of prompts, token ids")
+def completions() -> None:
+    one = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5, temperature=0)
+    two = client.completions.create(model=MODEL, prompt=[PROMPT, "Once upon"], max_tokens=5, temperature=0)
+    assert [c.index for c in two.choices] == [0, 1]
+    assert two.choices[0].text == one.choices[0].text
+    assert client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=2).usage.prompt_tokens == 3
+    both = client.completions.create(model=MODEL, prompt=[[1, 2, 3], [4, 5]], max_tokens=2)
+    assert both.usage.prompt_tokens == 5
+
+
+@check("completions: stream of several prompts, by index")
+def completions_stream() -> None:
+    texts = ["", ""]
+    chunks = list(client.completions.create(
+        model=MODEL, prompt=[PROMPT, "Once upon"], max_tokens=5, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    ))
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    whole = client.completions.create(model=MODEL, prompt=[PROMPT, "Once upon"], max_tokens=5, temperature=0)
+    assert texts == [c.text for c in whole.choices]
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+@check("completions: echo, logprobs, n, best_of")
+def completions_more() -> None:
+    reply = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3, temperature=0, echo=True, logprobs=2)
+    assert reply.choices[0].text.startswith(PROMPT)
+    listed = reply.choices[0].logprobs
+    assert "".join(listed.tokens) == reply.choices[0].text
+    assert listed.token_logprobs[0] is None
+    assert all(p <= 0 for p in listed.token_logprobs[1:])
+    assert listed.text_offset[0] == 0
+    reply = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3, n=2, best_of=2, temperature=1.0, seed=3)
+    assert len(reply.choices) == 2
+
+
+@check("errors: status, type and parameter")
+def errors() -> None:
+    refused = (BadRequestError, UnprocessableEntityError)
+    error = raises(refused, lambda: client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-1))
+    assert error.param == "temperature"
+    assert "temperature" in error.message
+    raises(refused, lambda: client.chat.completions.create(model=MODEL, messages=[], max_tokens=2))
+    raises(refused, lambda: client.completions.create(model=MODEL, prompt="x", suffix="y"))
+    raises(APIStatusError, lambda: client.embeddings.create(model=MODEL, input="x"))
+
+
+@check("with_raw_response: the request id")
+def raw() -> None:
+    raw = client.with_raw_response.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=2)
+    assert raw.headers["x-request-id"]
+    assert raw.parse().choices
+
+
+@check("async twin: chat, stream, many at once")
+async def twin() -> None:
+    import asyncio
+
+    twin = AsyncOpenAI(base_url=f"{URL}/v1", api_key="-", timeout=60, max_retries=0)
+
+    async def one(n: int) -> str:
+        chunks = await twin.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": f"Count to {n}."}], max_tokens=8, temperature=0, stream=True
+        )
+        return "".join([c.choices[0].delta.content or "" async for c in chunks if c.choices])
+
+    together = await asyncio.gather(*(one(n) for n in range(8)))
+    assert together == [await one(n) for n in range(8)]
+
+
+run()

@@ -1,0 +1,66 @@
+"""Client libraries of others, unchanged, against the real service: `make test` runs the quick ones, `make judges` all.
+
+`make judges` writes what they said into docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.judges.environments import NotAvailable
+from tests.judges.verdicts import Verdict, run_node, run_python, write_table
+from tests.processes import Service
+
+MODEL = "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[dict[str, list[Verdict]]]:
+    """Every judge's verdicts of this run."""
+    verdicts: dict[str, list[Verdict]] = {}
+    yield verdicts
+    if os.environ.get("HEADRACE_WRITE_VERDICTS") == "1":
+        write_table(verdicts)
+
+
+@pytest.fixture(scope="module")
+def served(service: Callable[..., Service]) -> Service:
+    return service("--enable-prefill-logprobs", "--max-best-of", "4")
+
+
+def judge(told: dict[str, list[Verdict]], name: str, run: Callable[[], list[Verdict]]) -> None:
+    """Fail with everything that a judge holds against the service; one that cannot be had is reported by name."""
+    try:
+        told[name] = run()
+    except NotAvailable as reason:
+        if name in ("openai_node",):  # needs npm, which a machine may lack
+            print(f"\nnot run: {name}: {reason}")
+            return
+        raise
+    assert [f"{v.check}: {v.why}" for v in told[name] if not v.ok] == []
+
+
+@pytest.mark.parametrize("name", ["text_generation", "huggingface_hub", "openai"])
+def test_quick_judges(name: str, served: Service, told: dict[str, list[Verdict]]) -> None:
+    judge(told, name, lambda: run_python(name, served.url, MODEL))
+
+
+@pytest.mark.judges
+def test_openai_node(served: Service, told: dict[str, list[Verdict]]) -> None:
+    judge(told, "openai_node", lambda: run_node("openai_node", served.url, MODEL))
+
+
+@pytest.mark.judges
+@pytest.mark.parametrize("name", ["langchain", "schemathesis"])
+def test_slow_judges(name: str, served: Service, told: dict[str, list[Verdict]]) -> None:
+    judge(told, name, lambda: run_python(name, served.url, MODEL))
+
+
+@pytest.mark.judges
+def test_lm_eval(service: Callable[..., Service], tiny_model: Path, told: dict[str, list[Verdict]]) -> None:
+    server = service("--model-id", str(tiny_model), "--dtype", "float32")
+    judge(told, "lm_eval", lambda: run_python("lm_eval", server.url, tiny_model.name, str(tiny_model), torch=True))
