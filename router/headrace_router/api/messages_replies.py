@@ -74,10 +74,10 @@ class MessageReplies:
     def _part(self, part: Part) -> bytes:
         if isinstance(part, CallBegin):
             return self._open(part, shapes.ToolUseOut(_call_id(), part.name, {}))
-        delta: shapes.TextDelta | shapes.ThinkingDelta | shapes.InputDelta
+        delta: shapes.MessageTextDelta | shapes.ThinkingDelta | shapes.InputDelta
         out = b""
         if isinstance(part, Text):
-            delta = shapes.TextDelta(part.text)
+            delta = shapes.MessageTextDelta(part.text)
             if self._kind is not Text:
                 out = self._open(part, shapes.TextOut(""))
         elif isinstance(part, Reasoning):

@@ -158,7 +158,7 @@ class BlockStart(Struct, tag_field="type", tag="content_block_start"):
     content_block: BlockOut
 
 
-class TextDelta(Struct, tag_field="type", tag="text_delta"):
+class MessageTextDelta(Struct, tag_field="type", tag="text_delta"):
     text: str
 
 
@@ -172,7 +172,7 @@ class InputDelta(Struct, tag_field="type", tag="input_json_delta"):
 
 class BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | InputDelta
+    delta: MessageTextDelta | ThinkingDelta | InputDelta
 
 
 class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
