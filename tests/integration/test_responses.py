@@ -219,6 +219,13 @@ async def test_why_a_message_stops(server: Running, more: dict[str, Any], reason
     assert delta == {"stop_reason": reason, "stop_sequence": stop}
 
 
+async def test_what_holds_a_message_to_a_form(server: Running) -> None:
+    config = {"format": {"type": "json_schema", "schema": WEATHER}, "effort": "low"}
+    reply = await server.post(MESSAGES, {"messages": ASK, "max_tokens": 1, "output_config": config})
+    assert reply.status == 200, reply.raw
+    assert sent(server)[0].grammar.type == "json_schema"
+
+
 async def test_blocks_of_a_conversation(server: Running) -> None:
     conversation: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "h", "cache_control": {"type": "ephemeral"}},
@@ -261,6 +268,8 @@ async def test_tool_choices(server: Running, choice: dict[str, Any], shown: bool
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]}, "assistant"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"), ({"tools": [USE], "tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"temperature": 1.5}, "temperature"), ({"stop_sequences": ["a"] * 9}, "stop_sequences"), ({"container": "x"}, "container"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"uniqueItems": True}}}}, "output_config"),
 ])
 async def test_refused_messages(server: Running, body: dict[str, Any], words: str) -> None:
     for stream in (False, True):

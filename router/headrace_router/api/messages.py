@@ -17,7 +17,7 @@ from headrace_router.api.tools import tool_use
 from headrace_router.service import SERVICE, Ticket
 from headrace_router.validation import CHAT
 
-RENAMED = {"stop": "stop_sequences"}
+RENAMED = {"stop": "stop_sequences", "response_format": "output_config.format"}
 
 
 async def messages(request: web.Request) -> web.StreamResponse:

@@ -42,7 +42,19 @@ def as_prompt(body: shapes.CountBody) -> ChatBody:
         made.parallel_tool_calls = False if body.tool_choice.disable_parallel_tool_use else None
     if body.thinking is not None:
         made.chat_template_kwargs = {"enable_thinking": body.thinking.type != "disabled"}
+    if body.output_config is not None:
+        made.reasoning_effort = body.output_config.effort
+        made.response_format = _format(body.output_config.format)
     return made
+
+
+def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The format of the output as a chat has it."""
+    if given is None:
+        return None
+    if given.get("type") != "json_schema":
+        raise InvalidRequest("`output_config.format.type` must be json_schema", "output_config")
+    return {"type": "json_schema", "json_schema": given}
 
 
 def _choice(choice: shapes.MessageToolChoice) -> str | dict[str, Any]:

@@ -74,6 +74,13 @@ class ThinkingOptions(Struct):
     budget_tokens: int | None = None
 
 
+class OutputConfig(Struct):
+    """`format`: `{"type": "json_schema", "schema": …}`."""
+
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
 class CountBody(Struct, kw_only=True):
     """Body of /v1/messages/count_tokens."""
 
@@ -83,6 +90,7 @@ class CountBody(Struct, kw_only=True):
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessageBody(CountBody, kw_only=True):
