@@ -302,3 +302,17 @@ async def test_streams_that_fail(server: Running, path: str, body: dict[str, Any
     events = named(Reply(200, response.headers.copy(), raw))
     assert events[-1][0] == last
     assert sum(name == last for name, _ in events) == 1
+
+
+@pytest.mark.parametrize(("path", "body"), [(RESPONSES, {"input": "hi"}), (MESSAGES, {"messages": ASK, "max_tokens": 5})])
+async def test_a_slip_within_a_stream_is_its_last_event(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    def slip(*_: object) -> None:
+        raise ZeroDivisionError
+
+    say(server, "hello")
+    monkeypatch.setattr("headrace_router.service.Ticket.ended", slip)
+    name, event = named(await server.post(path, {**body, "stream": True}))[-1]
+    assert name == "error"
+    assert "internal error" in str(event)

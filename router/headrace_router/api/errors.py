@@ -111,8 +111,17 @@ def anthropic_event(error: HeadraceError) -> bytes:
     return sse.frame(msgspec.json.encode(anthropic_body(error)), "error")
 
 
+def _response_event(error: HeadraceError) -> bytes:
+    """What ends a stream of OpenAI's responses when nothing is left that could say how the response has failed."""
+    detail = openai_body(error)["error"]
+    made = {"type": "error", "code": detail["type"], "message": detail["message"], "param": detail["param"]}
+    return sse.frame(msgspec.json.encode({**made, "sequence_number": 0}), "error")
+
+
 def event(path: str, error: HeadraceError) -> bytes:
     """The last event of a stream that fails, as the route has it."""
     if is_anthropic(path):
         return anthropic_event(error)
+    if path == "/v1/responses":
+        return _response_event(error)
     return openai_event(error) if is_openai(path) else native_event(error)

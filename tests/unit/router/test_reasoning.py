@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_router.text.message import MessageReader
@@ -38,6 +38,7 @@ def test_whole(text: str, begun: bool, expected: list[Part]) -> None:
     assert reader(begun).whole([text], False) == expected
 
 
+@settings(deadline=None)
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 100)))
 def test_cuts_make_no_difference(case: tuple[str, bool, list[Part]], places: list[int]) -> None:
     text, begun, expected = case

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_router.text.parts import Arguments, CallBegin, Part, Text, merged
@@ -143,6 +143,7 @@ PIECES = ["<tool_call>", "</tool_call>", "{", "}", '"name"', '"f"', ": ", ", ", 
           "<function=f>", "<parameter=a>", "</parameter>", "</function>"]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(TEXTS), st.lists(st.integers(0, 300)), st.booleans(), st.booleans())
 def test_cuts_make_no_difference(case: tuple[str, str], places: list[int], whole: bool, cut: bool) -> None:
     name, text = case
@@ -150,6 +151,7 @@ def test_cuts_make_no_difference(case: tuple[str, str], places: list[int], whole
     assert made == parse(FORMATS[name].machine(NAMES, whole), [text], cut)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(PIECES), max_size=12), st.booleans())
 def test_any_text(name: str, pieces: list[str], whole: bool) -> None:
     text = "".join(pieces)
@@ -168,6 +170,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(), JSON, max_size=3), st.booleans(), st.sampled_from([None, 2]), st.lists(st.integers(0, 300)))
 def test_arguments_survive(arguments: dict[str, Any], ascii_only: bool, indent: int | None, places: list[int]) -> None:
     call = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_only, indent=indent)
