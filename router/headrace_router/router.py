@@ -55,7 +55,10 @@ class Router:
         self._tenants = Tenants(settings.api_key, keys_file, settings.workload)
         self._cors = Cors(settings.cors_allow_origin)
         self._folder = ModelFolder.open(settings.model_folder)
-        self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path, settings.normalize)
+        self._text = TextPool(
+            self._folder, settings.validation_workers, settings.tokenizer_config_path, settings.normalize,
+            settings.tool_call_parser, settings.reasoning_parser,
+        )
         self._grammars = GrammarChecker()
         self._tasks: list[asyncio.Task[None]] = []
 

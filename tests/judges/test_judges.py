@@ -44,7 +44,7 @@ def judge(told: dict[str, list[Verdict]], name: str, run: Callable[[], list[Verd
     assert [f"{v.check}: {v.why}" for v in told[name] if not v.ok] == []
 
 
-@pytest.mark.parametrize("name", ["text_generation", "huggingface_hub", "openai"])
+@pytest.mark.parametrize("name", ["text_generation", "huggingface_hub", "openai", "anthropic"])
 def test_quick_judges(name: str, served: Service, told: dict[str, list[Verdict]]) -> None:
     judge(told, name, lambda: run_python(name, served.url, MODEL))
 
