@@ -55,7 +55,10 @@ class Router:
         self._tenants = Tenants(settings.api_key, keys_file, settings.workload)
         self._cors = Cors(settings.cors_allow_origin)
         self._folder = ModelFolder.open(settings.model_folder)
-        self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path, settings.normalize)
+        self._text = TextPool(
+            self._folder, settings.validation_workers, settings.tokenizer_config_path, settings.normalize,
+            settings.tool_call_parser, settings.reasoning_parser,
+        )
         self._grammars = GrammarChecker()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -71,7 +74,6 @@ class Router:
         limits = find_limits(settings, shard.info)
         metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
         tuned = preset(settings)
-        log.info("tuned for %s: %s", settings.workload, tuned)
         batcher = self.batcher = Batcher(
             shard, self._text.tokenizer, limits, metrics, tuned.max_step_tokens, tuned.itl_target_ms,
             settings.shard_restarts,
@@ -102,6 +104,7 @@ class Router:
         self._tasks = [*batcher.start(), asyncio.create_task(self._tenants.watch(), name="tenants-watch")]
         host, port = self._runner.addresses[0][:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("tuned for %s: %s", settings.workload, tuned)
         log.info("listening on %s", url)
         return url
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -32,7 +31,7 @@ def run(**given: Any) -> int:
     if settings.num_shard > 1 and not settings.shard_uds_path:
         raise click.UsageError(f"--num-shard {settings.num_shard} needs --shard-uds-path, where the ranks find each other")
     # Checked before torch is imported, which takes seconds.
-    from headrace_shard.sockets import check_socket, socket_path
+    from headrace_shard.sockets import check_socket, remove_sockets, socket_path
 
     path = socket_path(settings)
     try:
@@ -41,11 +40,7 @@ def run(**given: Any) -> int:
         log.error("%s", error)
         return 1
 
-    def cleanup() -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-    die_with_parent(cleanup)
+    die_with_parent(lambda: remove_sockets(settings, path))
     # torch's threads sleep between operations: spinning ones cost a busy machine three times the step.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from headrace_shard import server

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
 from headrace_shard.backends import choose_backend
 from headrace_shard.backends.base import Backend
+from headrace_shard.kernels.build import BuildFailed
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.kv.capacity import Limits, free_memory, limits
 from headrace_shard.models import Model, family_of, load_model
-from headrace_shard.parallel.group import Alone, DistributedGroup, Group, first_line
+from headrace_shard.parallel.distributed import DistributedGroup
+from headrace_shard.parallel.group import Alone, Group, first_line
+from headrace_shard.parallel.shared_memory import SharedMemoryGroup
 from headrace_shard.roofline import Roofline, measure
 from headrace_shard.sampling.passes import Passes
 from headrace_shard.settings import DTYPES, ShardSettings
@@ -32,6 +36,7 @@ STEP_TOKENS = {"cpu": 256, "cuda": 4096}
 STEP_DEADLINE = 10.0  # seconds, or this many times the warm-up's step if that is more:
 STEP_DEADLINE_FACTOR = 20
 UNBOUNDED = 131072  # window in tokens of a model whose config names none
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,28 @@ class Loaded:
     step_deadline: float
 
 
-def load(settings: ShardSettings, folder: ModelFolder, rendezvous: str) -> Loaded:
+def meet(settings: ShardSettings, rendezvous: str, device: torch.device, threads: int) -> Group:
+    """The group of all ranks, each of so many threads.
+
+    Raises:
+        StartupError: not all ranks came.
+    """
+    rank, world_size = settings.rank, settings.num_shard
+    if world_size == 1:
+        return Alone()
+    if device.type == "cuda":
+        return DistributedGroup(rank, world_size, rendezvous, "nccl")
+    try:
+        return SharedMemoryGroup(rank, world_size, Path(rendezvous), threads)
+    except BuildFailed as error:
+        log.info("%s: the ranks exchange their sums over gloo instead of shared memory", error)
+        return DistributedGroup(rank, world_size, rendezvous, "gloo")
+
+
+def load(
+    settings: ShardSettings, folder: ModelFolder, rendezvous: str,
+    meet: Callable[[ShardSettings, str, torch.device, int], Group] = meet,
+) -> Loaded:
     """Meet the other ranks, load the weights, reserve the KV cache, run one small step.
 
     Raises:
@@ -63,7 +89,7 @@ def load(settings: ShardSettings, folder: ModelFolder, rendezvous: str) -> Loade
     device = torch.device("cuda", settings.rank) if torch.cuda.is_available() else torch.device("cpu")
     threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.num_shard)
     check_shards(settings, folder)
-    group = meet(settings, rendezvous, device)
+    group = meet(settings, rendezvous, device, threads)
     weights = open_weights(folder)
     backend = choose_backend(precision_of(settings.dtype, settings.quantize), device, group, threads)
     with torch.inference_mode():
@@ -80,10 +106,7 @@ def load(settings: ShardSettings, folder: ModelFolder, rendezvous: str) -> Loade
         roofline = measure(backend, group)
         start = time.perf_counter()
         slowest = _warm_up(model)
-        deadline = max(STEP_DEADLINE, STEP_DEADLINE_FACTOR * slowest)
-        if isinstance(group, DistributedGroup):
-            deadline = group.limit(deadline)
-            Path(rendezvous).unlink(missing_ok=True)  # all have met
+        deadline = group.limit(max(STEP_DEADLINE, STEP_DEADLINE_FACTOR * slowest))
     dtype, quantization = described(backend)
     return Loaded(
         model, backend.passes, group, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type],
@@ -119,14 +142,6 @@ def check_shards(settings: ShardSettings, folder: ModelFolder) -> None:
         StartupError: names both numbers.
     """
     family_of(folder).check_partition(folder.text_config, settings.num_shard)
-
-
-def meet(settings: ShardSettings, rendezvous: str, device: torch.device) -> Group:
-    """The group of all ranks."""
-    if settings.num_shard == 1:
-        return Alone()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    return DistributedGroup(settings.rank, settings.num_shard, rendezvous, backend)
 
 
 def _limits(

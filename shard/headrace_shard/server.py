@@ -37,6 +37,7 @@ from headrace_shard.relay import Relay
 from headrace_shard.sampling.params import Watermark
 from headrace_shard.service import Deliveries, GenerationService
 from headrace_shard.settings import ShardSettings
+from headrace_shard.sockets import remove_sockets, rendezvous_path
 from headrace_shard.wire import RequestLimits, RequestReader
 
 CONTRACT_VERSION = "1"
@@ -138,13 +139,15 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
         loop.add_signal_handler(number, stop.set)
     begin = time.perf_counter()
     folder = ModelFolder.open(settings.model_folder)
-    loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder, f"{settings.shard_uds_path}-rendezvous"))
     tokenizer = Tokenizer(folder.tokenizer_path) if settings.rank == 0 else None
     tokens = vocabulary(folder) if tokenizer else None
+    trim_memory()  # what making them took is not to come on top of the weights
+    loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder, rendezvous_path(settings)))
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
-        os._exit(0)  # told to stop while the weights load: nothing is open yet
+        remove_sockets(settings, path)
+        os._exit(0)  # told to stop while the weights load
     loaded = await loading
     load_seconds = time.perf_counter() - begin - loaded.warmup_seconds
     role: Role = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import tempfile
@@ -14,6 +15,18 @@ def socket_path(settings: ShardSettings) -> str:
     """Where this rank listens; a folder of its own where no prefix is given."""
     prefix = settings.shard_uds_path or os.path.join(tempfile.mkdtemp(prefix="headrace-"), "shard")
     return f"{prefix}-{settings.rank}"
+
+
+def rendezvous_path(settings: ShardSettings) -> str:
+    """Where the ranks of a group meet while they start."""
+    return f"{settings.shard_uds_path}-rendezvous"
+
+
+def remove_sockets(settings: ShardSettings, path: str) -> None:
+    """What a process that ends early would leave behind: its socket, and rank 0 the place where the ranks meet."""
+    for name in (path, rendezvous_path(settings))[: 2 if settings.rank == 0 else 1]:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
 
 
 def check_socket(path: str) -> None:

@@ -12,7 +12,7 @@ from headrace.v1 import generation_pb2 as pb
 from tests.e2e.reference_runs import Rows, answers, check
 from tests.processes import ShardGroup, ShardProcess
 
-TOGETHER, ALONE = 32, 12  # tokens, to save time: over gloo a step takes several times as long
+TOGETHER, ALONE = 32, 12  # tokens, to save time
 
 
 @pytest.fixture(scope="module", params=[2, 3])

@@ -1,4 +1,4 @@
-"""Two real ranks on a tiny model over gloo: the same answers, the whole service on each socket, and ends that are seen."""
+"""Two real ranks on a tiny model: the same answers, the whole service on each socket, and ends that are seen."""
 
 from __future__ import annotations
 
@@ -114,11 +114,24 @@ def test_a_dead_rank_is_seen_and_said(model: Path) -> None:
         list(call)
     error: Any = caught.value
     assert error.code() == grpc.StatusCode.UNAVAILABLE
-    assert "lost another rank" in error.details()
+    assert "lost another rank: rank 1 has ended" in error.details()
     assert time.monotonic() - begun < 5
     assert leader.popen.wait(10) == 3
     assert not Path(leader.socket).exists()
+    assert not Path(leader.socket.removesuffix("-0") + "-rendezvous").exists()
     group.stop()
+
+
+def test_a_rank_that_is_told_to_stop_while_it_waits_leaves_nothing(model: Path) -> None:
+    process = ShardProcess(model, "--rank", "0", "--num-shard", "2")
+    place = Path(process.socket.removesuffix("-0") + "-rendezvous")
+    end = time.monotonic() + 60
+    while not place.exists():
+        process.check_alive()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert process.stop() == 0
+    assert list(place.parent.iterdir()) == []
 
 
 def test_more_ranks_than_heads_are_refused_by_number(model: Path) -> None:

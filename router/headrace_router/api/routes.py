@@ -27,7 +27,21 @@ from headrace._common.errors import (
     Unhealthy,
     UnsupportedMediaType,
 )
-from headrace_router.api import admin, admin_types, clouds, docs, native, native_types, openai, openai_types, tokens
+from headrace_router.api import (
+    admin,
+    admin_types,
+    clouds,
+    docs,
+    messages,
+    messages_types,
+    native,
+    native_types,
+    openai,
+    openai_types,
+    responses,
+    responses_types,
+    tokens,
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -55,6 +69,7 @@ class Route:
     events: Any = None  # what each Server-Sent Event holds, if the answer may be a stream
     errors: tuple[type[HeadraceError], ...] = ()
     media: str = "application/json"  # of the reply
+    named: bool = False  # events have names, and nothing follows the last one
 
     @property
     def keyed(self) -> bool:
@@ -104,6 +119,18 @@ ROUTES = (
     Route(
         "POST", "/v1/completions", openai.completions, "OpenAI's completions", openai_types.CompletionBody,
         openai_types.CompletionReply, openai_types.CompletionChunk, RUN_ERRORS,
+    ),
+    Route(
+        "POST", "/v1/responses", responses.responses, "OpenAI's responses, without state", responses_types.ResponseBody,
+        responses_types.Response, responses_types.AnyEvent, (*RUN_ERRORS, TemplateError), named=True,
+    ),
+    Route(
+        "POST", "/v1/messages", messages.messages, "Anthropic's messages", messages_types.MessageBody,
+        messages_types.MessageReply, messages_types.AnyEvent, (*RUN_ERRORS, TemplateError), named=True,
+    ),
+    Route(
+        "POST", "/v1/messages/count_tokens", messages.count_tokens, "Tokens of the prompt of a message",
+        messages_types.CountBody, messages_types.Counted, errors=(*BODY_ERRORS, TemplateError),
     ),
     Route("GET", "/v1/models", admin.models, "The model that is served, as OpenAI lists it", reply=admin_types.ModelsOut),
     Route(

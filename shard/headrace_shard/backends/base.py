@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from headrace_shard.parallel.partition import Runs
 from headrace_shard.sampling.passes import Passes
 from headrace_shard.step import StepInput
 from headrace_shard.weights.precision import Precision
@@ -41,14 +42,19 @@ class Backend(Protocol):
     def packed(self) -> Counter[str]:
         """Bytes of the matrices that it has packed, by their format; a step reads each once."""
 
-    def pack_linear(self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None) -> Any:
-        """Weights [out, in] of one or more linear layers over the same input, run as one."""
+    def pack_linear(
+        self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
+    ) -> Any:
+        """Weights [out, in] of one or more linear layers over the same input, run as one.
+
+        `runs`: of a row-parallel layer; in what order to sum, for a backend whose ranks agree in the last bit.
+        """
 
     def pack_norm(self, weight: torch.Tensor, epsilon: float) -> Any:
         """Weight [hidden] of an RMS norm."""
 
     def pack_embedding(self, table: Table, ids: range) -> Any:
-        """The embedding table [vocab, hidden], of which this rank answers for the given token ids."""
+        """The embedding table [vocab, hidden], of which this rank need only answer for these token ids."""
 
     def read_rate(self, wait: Callable[[], object]) -> float:
         """Bytes per second at which this process reads its packed matrices from memory, tried once; 0: not known.

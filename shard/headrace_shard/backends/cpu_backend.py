@@ -21,7 +21,8 @@ from headrace_shard.kernels import library as kernels
 from headrace_shard.kernels.library import Library
 from headrace_shard.kernels.recording import Call, Recording
 from headrace_shard.kv.blocks import BLOCK_SIZE
-from headrace_shard.parallel.group import Group
+from headrace_shard.parallel.group import BOTH_HALVES, Group
+from headrace_shard.parallel.partition import Runs
 from headrace_shard.sampling.passes import Passes
 from headrace_shard.step import StepInput
 from headrace_shard.weights.dequantize import type_name
@@ -41,6 +42,8 @@ class Packed:
     count: int
     width: int  # of the output, all matrices together
     kept: tuple[object, ...]
+    halves: Sequence[int] | None = None  # of a row-parallel layer, as `Group.sum` takes them
+    planes: int = 1  # 2: the halves of this rank's product are kept apart
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,11 @@ class CpuBackend(TorchBackend):
         self._angles = Angles()
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def pack_linear(self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None) -> Packed:  # type: ignore[override]
+    def pack_linear(  # type: ignore[override]
+        self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
+    ) -> Packed:
+        halves = runs.halves if runs else None
+        apart = halves is not None and self._group.world_size > 1 and halves[self._group.rank] == BOTH_HALVES
         matrices, kept, width = (kernels.Matrix * len(parts))(), [], 0
         for number, given in enumerate(parts):
             part = Dense.of(given) if isinstance(given, torch.Tensor) else given
@@ -77,13 +84,14 @@ class CpuBackend(TorchBackend):
             bias = biases[number].to(torch.float32, copy=True) if biases else None
             bias_address = bias.data_ptr() if bias is not None else None
             matrices[number] = kernels.Matrix(
-                kernels.format_of(part), part.rows, part.columns, panels.data_ptr(), bias_address
+                kernels.format_of(part), part.rows, part.columns, panels.data_ptr(), bias_address,
+                runs.breaks if runs else (0, 0, 0), apart,
             )
             self._sizes.append((type_name(part.kind) if isinstance(part, Blocks) else part.format.label, len(panels)))
             self._panels.append(panels)
             kept.append(bias)
             width += part.rows
-        return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept))
+        return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept), halves, 1 + apart)
 
     def read_rate(self, wait: Callable[[], object]) -> float:
         return self._library.read_rate(self._panels, wait)
@@ -93,8 +101,11 @@ class CpuBackend(TorchBackend):
         norm = kernels.Norm(values.data_ptr(), epsilon)
         return PackedNorm(ctypes.addressof(norm), (norm, values))
 
-    def pack_embedding(self, table: Table, ids: range) -> MappedEmbedding:
-        return MappedEmbedding(torch.empty(0), ids, table)
+    def pack_embedding(self, table: Table, ids: range) -> MappedEmbedding:  # type: ignore[override]
+        return MappedEmbedding(table)
+
+    def embed(self, table: MappedEmbedding) -> torch.Tensor:  # type: ignore[override]
+        return table(self._ids)
 
     def kv_dtype(self, shape: AttentionShape) -> torch.dtype:
         exact = self.precision.exact or self.packed.keys() == {Format.FLOAT32.label}
@@ -156,19 +167,20 @@ class CpuBackend(TorchBackend):
     def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Packed) -> torch.Tensor:  # type: ignore[override]
         if self._group.world_size == 1:
             return self._linear(attended, None, projection, residual=x, out=x)
-        return x + self._group.sum(self._linear(attended, None, projection))
+        part = self._group.room(projection.planes * len(x), projection.width)
+        return self._group.sum(self._linear(attended, None, projection, out=part), x, projection.halves)
 
     def mlp(self, x: torch.Tensor, norm: PackedNorm, gate_up: Packed, down: Packed) -> torch.Tensor:  # type: ignore[override]
         alone = self._group.world_size == 1
-        out = x if alone else torch.empty_like(x)
+        out = x if alone else self._group.room(down.planes * len(x), down.width)
         self._code.mlp(
             x.data_ptr(), len(x), norm.address, gate_up.address, down.address, x.data_ptr() if alone else None, out.data_ptr()
         )
-        return out if alone else x + self._group.sum(out)
+        return out if alone else self._group.sum(out, x, down.halves)
 
     def head(self, x: torch.Tensor, norm: PackedNorm, head: Packed) -> torch.Tensor:  # type: ignore[override]
         rows = x if self._all_wanted else x[self._wanted]
-        return self._group.gather(self._linear(rows, norm, head))
+        return self._group.gather(self._linear(rows, norm, head, out=self._group.room(len(rows), head.width)))
 
     def _linear(
         self, x: torch.Tensor, norm: PackedNorm | None, weights: Packed, residual: torch.Tensor | None = None,

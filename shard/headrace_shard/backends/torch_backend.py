@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from headrace_shard.backends.base import AttentionShape, Part
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.parallel.group import Group
+from headrace_shard.parallel.partition import Runs
 from headrace_shard.sampling.passes import Passes, TorchPasses
 from headrace_shard.step import Chunk, StepInput
 from headrace_shard.weights.precision import EXACT, Precision
@@ -79,7 +80,9 @@ class TorchBackend:
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
 
-    def pack_linear(self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None) -> Linear:
+    def pack_linear(
+        self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
+    ) -> Linear:
         weights = [self._move(values_of(part)) for part in parts]
         self._sizes += [(str(self.dtype).removeprefix("torch."), weight.nbytes) for weight in weights]
         bias = self._move(torch.cat(list(biases))) if biases else None

@@ -69,7 +69,7 @@ def _compile(program: str, path: Path) -> None:
         # that runs everywhere.
         units = {
             work / "portable.o": ["variant.cpp", "-DVARIANT=portable"], work / "pool.o": ["pool.cpp"],
-            work / "blocks.o": ["blocks.cpp"],
+            work / "blocks.o": ["blocks.cpp"], work / "shared.o": ["shared.cpp"],
             work / "library.o": ["library.cpp", f"-DHEADRACE_HAS_AVX2={int(has_avx2)}"],
         }
         if has_avx2:

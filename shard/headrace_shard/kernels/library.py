@@ -36,7 +36,7 @@ class Matrix(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("format", ctypes.c_int32), ("rows", ctypes.c_int32), ("columns", ctypes.c_int64), ("panels", Address),
-        ("bias", Address),
+        ("bias", Address), ("breaks", ctypes.c_int64 * 3), ("apart", ctypes.c_int32),
     ]
 
 
@@ -82,10 +82,7 @@ class Library:
         Raises:
             BuildFailed: it is not there and cannot be built or loaded; one line.
         """
-        try:
-            code = ctypes.CDLL(str(build()))
-        except OSError as error:
-            raise BuildFailed(f"cannot load the CPU kernels: {error}") from None
+        code = load_code()
         code.headrace_use.restype = ctypes.c_char_p
         self.variant: str = code.headrace_use(variant.encode()).decode()
         self._code, self._arena = code, Arena()
@@ -187,6 +184,14 @@ def format_of(part: Blocks | Dense) -> Format:
 def panel_bytes(format_: Format, columns: int) -> int:
     """Bytes of one panel."""
     return columns * GROUP_BYTES[format_] // GROUP
+
+
+def load_code() -> ctypes.CDLL:
+    """The compiled library, built first if it has to be; raises BuildFailed."""
+    try:
+        return ctypes.CDLL(str(build()))
+    except OSError as error:
+        raise BuildFailed(f"cannot load the CPU kernels: {error}") from None
 
 
 class Arena:

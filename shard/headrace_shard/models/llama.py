@@ -15,7 +15,7 @@ from headrace._common.errors import StartupError
 from headrace_shard.backends.base import AttentionShape, Backend
 from headrace_shard.models.base import Model
 from headrace_shard.models.rope import inverse_frequencies
-from headrace_shard.parallel.partition import Partition, Shape
+from headrace_shard.parallel.partition import Partition, Runs, Shape
 from headrace_shard.step import StepInput
 from headrace_shard.weights import Blocks, Dense, WeightSource
 from headrace_shard.weights.source import with_zero_rows
@@ -143,11 +143,12 @@ class LlamaModel(Model):
             biases = [weights.get(f"{at}{block}.{n}_proj.bias", (s,), rows=r) for n, (s, r) in outs.items()]
             return self._backend.pack_linear(weight, biases)
 
-        def row(name: str, size: int, columns: range, bias: bool) -> Any:
+        def row(name: str, size: int, columns: range, runs: Runs, bias: bool) -> Any:
             """Cut along the inputs: the ranks' results are summed, so that one alone adds the bias."""
             weight = weights.matrix(f"{at}{name}_proj.weight", (c.hidden, size), columns=columns, precision=precision)
             mine = bias and part.rank == 0
-            return self._backend.pack_linear([weight], [weights.get(f"{at}{name}_proj.bias", (c.hidden,))] if mine else None)
+            biases = [weights.get(f"{at}{name}_proj.bias", (c.hidden,))] if mine else None
+            return self._backend.pack_linear([weight], biases, runs)
 
         def norm(name: str) -> Any:
             return self._backend.pack_norm(weights.get(f"{at}{name}.weight", (c.hidden,)), c.epsilon)
@@ -156,8 +157,8 @@ class LlamaModel(Model):
         layer = Layer(
             replace(self.attention, window=c.windows[number]), norm("input_layernorm"),
             column("self_attn", {"q": (sizes["q"], heads), "k": (sizes["k"], kv), "v": (sizes["v"], kv)}, c.qkv_bias),
-            row("self_attn.o", sizes["q"], heads, c.output_bias), norm("post_attention_layernorm"),
-            column("mlp", {"gate": inner, "up": inner}, c.mlp_bias), row("mlp.down", *inner, c.mlp_bias),
+            row("self_attn.o", sizes["q"], heads, part.head_runs, c.output_bias), norm("post_attention_layernorm"),
+            column("mlp", {"gate": inner, "up": inner}, c.mlp_bias), row("mlp.down", *inner, part.column_runs, c.mlp_bias),
         )
         weights.release()
         return layer

@@ -55,6 +55,7 @@ class TorchPasses:
 
 
 _CHUNK = 64
+_LEAST = -80.0  # exp of less is no normal float32
 
 
 def invert(values: torch.Tensor, keep: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,8 @@ def invert(values: torch.Tensor, keep: torch.Tensor, u: torch.Tensor) -> torch.T
 
     In two stages, sums of chunks first, so that a whole vocabulary costs one pass and rounding stays at 1e-7.
     """
-    p = torch.where(keep, (values - values.amax(-1, keepdim=True)).exp(), 0)
+    # exp is many times slower where its result is no normal number; whatever is that small is never drawn.
+    p = torch.where(keep, (values - values.amax(-1, keepdim=True)).clamp_min(_LEAST).exp(), 0)
     p = torch.nn.functional.pad(p, (0, -p.shape[1] % _CHUNK)).view(len(p), -1, _CHUNK)
     sums = p.sum(-1, dtype=torch.float64)
     cumulative = sums.cumsum(-1)

@@ -20,16 +20,17 @@ from headrace_shard.kernels import build as building
 from headrace_shard.kernels.library import Library
 from headrace_shard.loading import Loaded, load
 from headrace_shard.models import load_model
-from headrace_shard.parallel.group import Alone
+from headrace_shard.parallel.group import Alone, Group
 from headrace_shard.roofline import Roofline
 from headrace_shard.settings import ShardSettings
 from headrace_shard.weights import open_weights
-from headrace_shard.weights.precision import BY_DTYPE, BY_QUANTIZE, OWN, Format, Precision, precision_of
+from headrace_shard.weights.precision import BY_DTYPE, BY_QUANTIZE, EXACT, OWN, Format, Precision, precision_of
 from headrace_shard.weights.source import Blocks, Dense
 from tests.models import write_tiny_model
 from tests.tiny_gguf import write_tiny_gguf
 from tests.unit.shard.test_models import logits_of
-from tests.unit.shard.test_parallel import ThreadGroup, on_ranks, one_chunk
+from tests.unit.shard.test_parallel import one_chunk
+from tests.unit.shard.test_shared_memory import on_ranks
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 2, 17, 40, 23, 33)
@@ -133,18 +134,38 @@ def test_parts_together_are_the_whole(world_size: int, quantize: str | None, tmp
     folder = write_halves(tmp_path, torch.bfloat16, **sizes) if quantize else write_tiny_gguf(tmp_path, "Q4_1", **sizes)
     tokens, opened = sequences()[3], ModelFolder.open(folder)
 
-    def run(group: ThreadGroup) -> tuple[torch.Tensor, set[str]]:
+    def run(group: Group) -> tuple[torch.Tensor, set[str]]:
         with torch.inference_mode():
             backend = CpuBackend(group, Library(), 1, precision_of(None, quantize))
             model = load_model(opened, open_weights(opened), backend, group.rank, group.world_size)
             backend.allocate_kv(model.layers, 8, model.attention)
-            return model.forward(one_chunk(tokens)), set(backend.packed)
+            return model.forward(one_chunk(tokens)).clone(), set(backend.packed)
 
-    (whole, formats), (parts, formats_of_part) = on_ranks(1, run)[0], on_ranks(world_size, run)[0]
+    (whole, formats), (parts, formats_of_part) = run(Alone()), on_ranks(world_size, tmp_path / "meet", run)[0]
     whole, parts = whole.log_softmax(-1), parts.log_softmax(-1)
     assert parts.shape == whole.shape
     assert (whole.exp() * (whole - parts)).sum(-1).mean() < 2e-3
     assert formats == formats_of_part
+@pytest.mark.parametrize("layers", ["Q4_1", "Q8_0", "F32"])
+@pytest.mark.parametrize("heads", [(6, 3), (8, 2)])
+def test_two_and_three_ranks_agree_with_one_to_the_last_bit(layers: str, heads: tuple[int, int], tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 32}
+    folder = write_tiny_gguf(tmp_path, layers, hidden_size=96, vocab_size=301, intermediate_size=480, **sizes)
+    tokens, opened = sequences()[3], ModelFolder.open(folder)
+
+    def run(group: Group) -> torch.Tensor:
+        with torch.inference_mode():
+            backend = CpuBackend(group, Library(), 1, EXACT if layers == "F32" else OWN)
+            model = load_model(opened, open_weights(opened), backend, group.rank, group.world_size)
+            backend.allocate_kv(model.layers, 8, model.attention)
+            return model.forward(one_chunk(tokens)).clone()
+
+    whole = run(Alone())
+    for world_size in (2, 3):
+        assert torch.equal(on_ranks(world_size, tmp_path / "meet", run)[0], whole)
+    parts = on_ranks(4, tmp_path / "meet", run)[0]  # more ranks round their sums in another order, no more
+    kept = whole.softmax(-1) * (whole.log_softmax(-1) - parts.log_softmax(-1))
+    assert kept.sum(-1).mean() < 2e-3
 
 
 def test_q_and_k_come_in_the_order_of_transformers(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,17 @@ class ThreadGroup:
         self._shared["barrier"].wait(30)
         return parts
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._exchange(x)).sum(0)
+    def room(self, rows: int, width: int) -> torch.Tensor:
+        return torch.empty((rows, width))
+
+    def sum(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, halves: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        total = torch.stack(self._exchange(x)).sum(0)
+        return total if residual is None else residual.add_(total)
+
+    def limit(self, seconds: float) -> float:
+        return seconds
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(x), dim=-1)

@@ -10,39 +10,67 @@ constexpr int kTileRows = 6;    // as many as the registers hold sums for
 constexpr int kBlockRows = 96;  // rows that stay in the cache while panels pass by
 
 template <int MR>
-void tile_of(const Matrix& matrix, int panel, const Activations& a, int64_t row, float* out) {
-  const int64_t k = matrix.columns, groups = k / kGroup;
-  const uint8_t* w = matrix.panels + panel * matrix.panel_bytes();
+void tile_of(const Matrix& matrix, int panel, const Activations& a, int64_t row, int64_t begin, int64_t count, float* out) {
+  const int64_t k = matrix.columns, groups = k / kGroup, first = row * k + begin, group = row * groups + begin / kGroup;
+  const uint8_t* w = matrix.panels + panel * matrix.panel_bytes() + matrix.panel_bytes() * begin / k;
   switch (matrix.format) {
     case kFloat32:
-      return float_tile<MR>(reinterpret_cast<const float*>(w), a.floats + row * k, k, out);
+      return float_tile<MR>(reinterpret_cast<const float*>(w), a.floats + first, k, count, out);
     case kBFloat16:
-      return float_tile<MR>(reinterpret_cast<const Brain*>(w), a.floats + row * k, k, out);
+      return float_tile<MR>(reinterpret_cast<const Brain*>(w), a.floats + first, k, count, out);
     case kFloat16:
-      return float_tile<MR>(reinterpret_cast<const uint16_t*>(w), a.floats + row * k, k, out);
+      return float_tile<MR>(reinterpret_cast<const uint16_t*>(w), a.floats + first, k, count, out);
     case kInt8:
-      return int8_tile<MR>(w, a.words.data() + row * k, a.word_scales.data() + row * groups, k, out);
+      return int8_tile<MR>(w, a.words.data() + first, a.word_scales.data() + group, k, count, out);
     case kInt4:
       return int4_tile<MR>(
-          w, a.bytes.data() + row * k, a.byte_scales.data() + row * groups, a.byte_sums.data() + row * groups, k, out);
+          w, a.bytes.data() + first, a.byte_scales.data() + group, a.byte_sums.data() + group, k, count, out);
   }
 }
 
-// out [rows, 16] of a panel, its bias added.
-inline void tile(const Matrix& matrix, int panel, const Activations& a, int64_t row, int rows, float* out) {
+// out [rows, 16] of one run of a panel's columns.
+inline void run_tile(
+    const Matrix& matrix, int panel, const Activations& a, int64_t row, int rows, int64_t begin, int64_t count, float* out) {
   switch (rows) {
-    case 1: tile_of<1>(matrix, panel, a, row, out); break;
-    case 2: tile_of<2>(matrix, panel, a, row, out); break;
-    case 3: tile_of<3>(matrix, panel, a, row, out); break;
-    case 4: tile_of<4>(matrix, panel, a, row, out); break;
-    case 5: tile_of<5>(matrix, panel, a, row, out); break;
-    default: tile_of<6>(matrix, panel, a, row, out); break;
+    case 1: tile_of<1>(matrix, panel, a, row, begin, count, out); break;
+    case 2: tile_of<2>(matrix, panel, a, row, begin, count, out); break;
+    case 3: tile_of<3>(matrix, panel, a, row, begin, count, out); break;
+    case 4: tile_of<4>(matrix, panel, a, row, begin, count, out); break;
+    case 5: tile_of<5>(matrix, panel, a, row, begin, count, out); break;
+    default: tile_of<6>(matrix, panel, a, row, begin, count, out); break;
   }
+}
+
+inline void add_bias(const Matrix& matrix, int panel, int rows, float* out) {
   if (!matrix.bias) return;
   const int width = std::min(kPanel, matrix.rows - panel * kPanel);
   for (int i = 0; i < rows; ++i) {
     for (int j = 0; j < width; ++j) out[i * kPanel + j] += matrix.bias[panel * kPanel + j];
   }
+}
+
+inline void add_tile(int rows, const float* x, float* out) {
+  for (int i = 0; i < rows * kPanel; i += 8) store(out + i, add(load(out + i), load(x + i)));
+}
+
+// out [rows, 16] of a panel, its bias added to the first run; the second half goes to `other` if it is wanted apart.
+inline void tile(
+    const Matrix& matrix, int panel, const Activations& a, int64_t row, int rows, float* out, float* other = nullptr) {
+  const int64_t edges[] = {0, matrix.breaks[0], matrix.breaks[1], matrix.breaks[2], matrix.columns};
+  alignas(32) float half[kTileRows * kPanel], run[kTileRows * kPanel];
+  float* const second = edges[2] == 0 ? out : other ? other : half;
+  bool biased = false;
+  for (int i = 0; i < 4; ++i) {
+    const int64_t count = edges[i + 1] - edges[i];
+    if (count == 0) continue;
+    float* to = i < 2 ? out : second;
+    const bool more = i % 2 == 1 && edges[i] > edges[i - 1];
+    run_tile(matrix, panel, a, row, rows, edges[i], count, more ? run : to);
+    if (!biased) add_bias(matrix, panel, rows, to);
+    biased = true;
+    if (more) add_tile(rows, run, to);
+  }
+  if (second == half && edges[2] < matrix.columns) add_tile(rows, half, out);
 }
 
 // Rows of the next tile when `left` remain: no tile of one or two rows beside full ones, they run at half the rate.
@@ -74,6 +102,7 @@ void each_tile(int64_t rows, int units, const F& body) {
   parallel(static_cast<int>(chunks * blocks), one);
 }
 
+// out [rows, outputs of all matrices]; where these keep the halves of their products apart, [2, rows, outputs].
 inline void linear(
     const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out) {
   static thread_local Activations made;
@@ -92,11 +121,12 @@ inline void linear(
       unit -= matrix->panel_count();
       column += matrix->rows;
     }
-    alignas(32) float y[kTileRows * kPanel];
-    tile(*matrix, unit, a, row, tall, y);
+    alignas(32) float y[kTileRows * kPanel], other[kTileRows * kPanel];
+    tile(*matrix, unit, a, row, tall, y, matrix->apart ? other : nullptr);
     const int width = std::min(kPanel, matrix->rows - unit * kPanel);
     for (int i = 0; i < tall; ++i) {
       const int64_t at = (row + i) * stride + column + unit * kPanel;
+      if (matrix->apart) std::memcpy(out + rows * stride + at, other + i * kPanel, sizeof(float) * width);
       if (width < kPanel) {
         for (int j = 0; j < width; ++j) out[at + j] = residual ? residual[at + j] + y[i * kPanel + j] : y[i * kPanel + j];
         continue;

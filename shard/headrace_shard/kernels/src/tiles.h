@@ -1,6 +1,6 @@
 // The innermost loops of the matrix products: MR rows of activations times one panel of 16 weight rows.
 //
-// However many rows share a call, each row's sums are taken in the same order: integers within a group, where order does
+// `a` has `columns` columns, of which the first `count` are summed. However many rows share a call, each row's sums are taken in the same order: integers within a group, where order does
 // not matter, then groups from first to last. So a row's result does not depend on its company.
 #pragma once
 
@@ -13,11 +13,11 @@ constexpr int64_t kFloatRun = 128;  // columns summed before they are added to t
 
 // W: float, uint16_t (float16) or Brain. The sums are those of the same weights in float32, to the last bit.
 template <int MR, class W>
-inline void float_tile(const W* w, const float* a, int64_t columns, float* out) {
+inline void float_tile(const W* w, const float* a, int64_t columns, int64_t count, float* out) {
   F8 total[MR][2];
   UNROLL for (int m = 0; m < MR; ++m) total[m][0] = total[m][1] = zero();
-  for (int64_t begin = 0; begin < columns; begin += kFloatRun) {
-    const int64_t end = begin + kFloatRun < columns ? begin + kFloatRun : columns;
+  for (int64_t begin = 0; begin < count; begin += kFloatRun) {
+    const int64_t end = begin + kFloatRun < count ? begin + kFloatRun : count;
     F8 c[MR][2];
     UNROLL for (int m = 0; m < MR; ++m) c[m][0] = c[m][1] = zero();
     for (int64_t k = begin; k < end; ++k) {
@@ -54,11 +54,11 @@ inline __m256i wide(const void* four) {
 
 // Per group: 16 pairs of columns, each as [16 rows][2] bytes; then 16 scales.
 template <int MR>
-inline void int8_tile(const uint8_t* w, const int16_t* a, const float* scales, int64_t columns, float* out) {
+inline void int8_tile(const uint8_t* w, const int16_t* a, const float* scales, int64_t columns, int64_t count, float* out) {
   const int64_t groups = columns / kGroup;
   F8 f[MR][2];
   UNROLL for (int m = 0; m < MR; ++m) f[m][0] = f[m][1] = zero();
-  for (int64_t g = 0; g < groups; ++g, w += kInt8Bytes) {
+  for (int64_t g = 0; g < count / kGroup; ++g, w += kInt8Bytes) {
     __m256i c[MR][2];
     UNROLL for (int m = 0; m < MR; ++m) c[m][0] = c[m][1] = _mm256_setzero_si256();
     if (MR == 1) UNROLL for (int p = 0; p < kInt8Bytes; p += 64) prefetch(w + 8 * kInt8Bytes + p);
@@ -91,12 +91,12 @@ inline void int8_tile(const uint8_t* w, const int16_t* a, const float* scales, i
 // halves the last four; then 16 scales and 16 minima. Sums of 16 products of 15 x 127 fit into 16 bits.
 template <int MR>
 inline void int4_tile(
-    const uint8_t* w, const int8_t* a, const float* scales, const float* sums, int64_t columns, float* out) {
+    const uint8_t* w, const int8_t* a, const float* scales, const float* sums, int64_t columns, int64_t count, float* out) {
   const int64_t groups = columns / kGroup;
   const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   F8 f[MR][2];
   UNROLL for (int m = 0; m < MR; ++m) f[m][0] = f[m][1] = zero();
-  for (int64_t g = 0; g < groups; ++g, w += kInt4Bytes) {
+  for (int64_t g = 0; g < count / kGroup; ++g, w += kInt4Bytes) {
     __m256i c[MR][2];
     UNROLL for (int m = 0; m < MR; ++m) c[m][0] = c[m][1] = _mm256_setzero_si256();
     if (MR == 1) UNROLL for (int p = 0; p < kInt4Bytes; p += 64) prefetch(w + 12 * kInt4Bytes + p);
@@ -139,10 +139,10 @@ inline void int4_tile(
 #else
 
 template <int MR>
-inline void int8_tile(const uint8_t* w, const int16_t* a, const float* scales, int64_t columns, float* out) {
+inline void int8_tile(const uint8_t* w, const int16_t* a, const float* scales, int64_t columns, int64_t count, float* out) {
   const int64_t groups = columns / kGroup;
   std::memset(out, 0, sizeof(float) * MR * kPanel);
-  for (int64_t g = 0; g < groups; ++g, w += kInt8Bytes) {
+  for (int64_t g = 0; g < count / kGroup; ++g, w += kInt8Bytes) {
     const uint16_t* half = reinterpret_cast<const uint16_t*>(w + kPanel * kGroup);
     for (int m = 0; m < MR; ++m) {
       for (int row = 0; row < kPanel; ++row) {
@@ -158,10 +158,10 @@ inline void int8_tile(const uint8_t* w, const int16_t* a, const float* scales, i
 
 template <int MR>
 inline void int4_tile(
-    const uint8_t* w, const int8_t* a, const float* scales, const float* sums, int64_t columns, float* out) {
+    const uint8_t* w, const int8_t* a, const float* scales, const float* sums, int64_t columns, int64_t count, float* out) {
   const int64_t groups = columns / kGroup;
   std::memset(out, 0, sizeof(float) * MR * kPanel);
-  for (int64_t g = 0; g < groups; ++g, w += kInt4Bytes) {
+  for (int64_t g = 0; g < count / kGroup; ++g, w += kInt4Bytes) {
     const uint16_t* half = reinterpret_cast<const uint16_t*>(w + kPanel * kGroup / 2);
     for (int m = 0; m < MR; ++m) {
       for (int row = 0; row < kPanel; ++row) {

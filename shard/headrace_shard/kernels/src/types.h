@@ -34,6 +34,10 @@ struct Matrix {
   int64_t columns;
   const uint8_t* panels;
   const float* bias;  // [rows], or null
+  // Columns are summed in four runs, of which some may be empty: up to breaks[0], to breaks[1], to breaks[2], to the end.
+  // A product is (first + second) + (third + fourth), so that ranks that hold some of the runs agree with one that has all.
+  int64_t breaks[3];
+  int32_t apart;  // the two halves of the product are wanted, not their sum
 
   int panel_count() const { return (rows + kPanel - 1) / kPanel; }
   int64_t panel_bytes() const { return panel_bytes_of(format, columns); }

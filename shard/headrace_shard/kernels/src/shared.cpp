@@ -1,0 +1,235 @@
+// A shard group on one host: meetings of its ranks, and sums, over memory that all of them have mapped.
+//
+// Behind the control words the memory holds two sets of slots, one slot a rank. Meeting number n uses set n mod 2: a rank
+// writes its slot, meets the others, and reads theirs. Whoever comes to meeting n + 1 has read what it wanted of meeting n,
+// so that the set is free for meeting n + 2.
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+#include <vector>
+
+#include "pool.h"
+
+namespace headrace {
+namespace {
+
+constexpr int kSpins = 4000;
+constexpr int kYields = 60;
+constexpr double kSlice = 0.1;       // seconds of sleep between two looks at whether the others live
+constexpr int64_t kRun = 64;         // numbers that are summed at a time
+constexpr int64_t kPiece = 1 << 15;  // numbers of a sum that are worth another thread
+
+// Why no meeting will come about any more, as `reason << 16 | rank`; 0 while there is no reason.
+enum Reason : uint32_t { kEnded = 1, kSilent = 2 };
+
+struct Control {
+  alignas(128) std::atomic<uint64_t> arrivals;  // of all ranks at all meetings
+  alignas(128) std::atomic<uint32_t> meeting;   // the last one to which all came, modulo 2^32
+  std::atomic<uint32_t> sleepers;
+  std::atomic<uint32_t> broken;
+};
+
+struct Arrived {
+  alignas(128) std::atomic<uint64_t> meeting;  // the last one to which this rank came
+};
+
+// Bytes before the first slot: whole pages.
+int64_t control_bytes(int world) {
+  return static_cast<int64_t>((sizeof(Control) + world * sizeof(Arrived) + 4095) / 4096 * 4096);
+}
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
+
+// Returns whether the time was up. Not FUTEX_PRIVATE: the word is in several processes.
+bool sleep_while(std::atomic<uint32_t>* word, uint32_t value, double seconds) {
+  const timespec limit{static_cast<time_t>(seconds), static_cast<long>(1e9 * (seconds - static_cast<time_t>(seconds)))};
+  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, value, &limit, nullptr, 0) != 0 &&
+         errno == ETIMEDOUT;
+}
+
+void wake_all(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+class SharedGroup {
+ public:
+  SharedGroup(uint8_t* memory, int rank, int world, int64_t slot_bytes, const int* sockets, bool spins)
+      : control_(reinterpret_cast<Control*>(memory)),
+        arrived_(reinterpret_cast<Arrived*>(memory + sizeof(Control))),
+        slots_(memory + control_bytes(world)),
+        rank_(rank),
+        world_(world),
+        slot_bytes_(slot_bytes),
+        sockets_(sockets, sockets + world),
+        spins_(spins) {}
+
+  // Waits until all ranks have come to meeting `number`: 0, or why that will not happen.
+  uint32_t meet(uint64_t number, double seconds) {
+    const uint32_t word = static_cast<uint32_t>(number);
+    arrived_[rank_].meeting.store(number, std::memory_order_relaxed);
+    if (control_->arrivals.fetch_add(1) + 1 == number * world_) {
+      control_->meeting.store(word);
+      if (control_->sleepers.load()) wake_all(&control_->meeting);
+      return 0;
+    }
+    for (int i = 0; spins_ && i < kSpins + kYields; ++i) {
+      if (complete(word)) return 0;
+      if (i < kSpins) {
+        pause();
+      } else {
+        sched_yield();
+      }
+    }
+    // Slices are counted, not the clock's time: that of a process that was frozen itself goes on.
+    const double slice = std::min(kSlice, seconds);
+    for (double waited = 0; !complete(word);) {
+      if (uint32_t reason = control_->broken.load()) return reason;
+      control_->sleepers.fetch_add(1);
+      if (!complete(word) && sleep_while(&control_->meeting, word - 1, slice)) waited += slice;
+      control_->sleepers.fetch_sub(1);
+      const int gone = ended();
+      if (complete(word)) break;
+      if (gone >= 0) return give_up(kEnded, gone);
+      if (waited >= seconds) return give_up(kSilent, missing(number));
+    }
+    return 0;
+  }
+
+  // out = [residual +] the sum over the slots. A rank has a part in the first half of the sum (halves[rank] 1), the
+  // second (2), or one in each (3), which lie one behind the other; null: all are in the first. Each half is summed in the
+  // order of the ranks, then both. This rank's slot is written.
+  uint32_t sum(
+      uint64_t number, const uint8_t* halves, const float* residual, float* out, int64_t count, double seconds) {
+    if (uint32_t reason = meet(number, seconds)) return reason;
+    const uint8_t* first = slots_ + static_cast<int64_t>(number & 1) * world_ * slot_bytes_;
+    std::vector<const float*> parts[2];
+    for (int rank = 0; rank < world_; ++rank) {
+      const float* part = reinterpret_cast<const float*>(first + rank * slot_bytes_);
+      const int in = halves ? halves[rank] : 1;
+      if (in & 1) parts[0].push_back(part);
+      if (in & 2) parts[1].push_back(in & 1 ? part + count : part);
+    }
+    if (parts[0].empty()) parts[0].swap(parts[1]);
+    const int64_t pieces = std::min<int64_t>((count + kPiece - 1) / kPiece, threads());
+    if (pieces <= 1) {
+      add(parts, residual, out, 0, count);
+      return 0;
+    }
+    const int64_t size = (count / pieces + kRun) / kRun * kRun;
+    parallel(static_cast<int>(pieces), [&](int piece) {
+      add(parts, residual, out, piece * size, std::min(count, (piece + 1) * size));
+    });
+    return 0;
+  }
+
+ private:
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+
+  bool complete(uint32_t word) const { return control_->meeting.load(std::memory_order_acquire) == word; }
+
+  // A rank whose process has closed its end of the socket to this one, or -1.
+  int ended() const {
+    for (int rank = 0; rank < world_; ++rank) {
+      if (sockets_[rank] < 0) continue;
+      pollfd one{sockets_[rank], 0, 0};
+      if (poll(&one, 1, 0) == 1 && one.revents & (POLLHUP | POLLERR)) return rank;
+    }
+    return -1;
+  }
+
+  int missing(uint64_t number) const {
+    for (int rank = 0; rank < world_; ++rank) {
+      if (arrived_[rank].meeting.load(std::memory_order_relaxed) < number) return rank;
+    }
+    return rank_;
+  }
+
+  // The first reason holds for all ranks.
+  uint32_t give_up(Reason reason, int rank) {
+    uint32_t found = 0;
+    const uint32_t mine = reason << 16 | static_cast<uint32_t>(rank);
+    if (!control_->broken.compare_exchange_strong(found, mine)) return found;
+    wake_all(&control_->meeting);
+    return mine;
+  }
+
+  static void add(
+      const std::vector<const float*> (&parts)[2], const float* residual, float* out, int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kRun) {
+      const int64_t count = std::min(kRun, end - at);
+      float total[kRun], second[kRun];
+      half(parts[0], at, count, total);
+      if (!parts[1].empty()) {
+        half(parts[1], at, count, second);
+        plus(total, second, count);
+      }
+      if (residual) plus(total, residual + at, count);
+      copy(out + at, total, count);
+    }
+  }
+
+  static void half(const std::vector<const float*>& parts, int64_t at, int64_t count, float* total) {
+    copy(total, parts[0] + at, count);
+    for (size_t i = 1; i < parts.size(); ++i) plus(total, parts[i] + at, count);
+  }
+
+  static void copy(float* to, const float* from, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+  }
+
+  static void plus(float* to, const float* what, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) to[i] += what[i];
+  }
+
+  Control* control_;
+  Arrived* arrived_;
+  const uint8_t* slots_;
+  int rank_;
+  int world_;
+  int64_t slot_bytes_;
+  std::vector<int> sockets_;
+  bool spins_;
+};
+
+}  // namespace
+}  // namespace headrace
+
+using headrace::SharedGroup;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+int64_t headrace_shared_control_bytes(int world) { return headrace::control_bytes(world); }
+
+// One rank's view of memory that was all zero when the first rank opened it. `sockets`: for each rank a socket whose
+// other end is that rank's and closes with its process, or -1. `spins`: every thread of every rank has a core. It lives
+// as long as the process.
+void* headrace_shared_open(uint8_t* memory, int rank, int world, int64_t slot_bytes, const int* sockets, int spins) {
+  return new SharedGroup(memory, rank, world, slot_bytes, sockets, spins != 0);
+}
+
+uint32_t headrace_shared_meet(void* group, uint64_t number, double seconds) {
+  return static_cast<SharedGroup*>(group)->meet(number, seconds);
+}
+
+uint32_t headrace_shared_sum(
+    void* group, uint64_t number, const uint8_t* halves, const float* residual, float* out, int64_t count,
+    double seconds) {
+  return static_cast<SharedGroup*>(group)->sum(number, halves, residual, out, count, seconds);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop
