@@ -89,6 +89,9 @@ class Batcher:
         text = OutputText(self._tokenizer, request.stop, request.keep_stop, request.min_new_tokens)
         stream = TokenStream(lambda: self._cancel(entry))
         entry = Entry(request, self._last_arrival, text, stream)
+        for token_id in request.generated:
+            entry.output.append(token_id)
+            text.push(token_id)
         if self._closed is not None:
             stream.fail(GenerationFailed(self._closed))
             return stream

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from headrace_router.network.jobs import Event, Holder, Job, JobStatus, Lease, Progress
+from headrace_router.network.jobs import Counts, Event, Holder, Job, JobStatus, Lease, Progress
 
 Listener = Callable[[Sequence[Event]], None]
 Revoked = Callable[[str, int, str], None]  # (job, attempt, reason): a holder must stop it
@@ -23,6 +23,8 @@ Revoked = Callable[[str, int, str], None]  # (job, attempt, reason): a holder mu
 
 class Broker(Protocol):
     """Keeps jobs, hands them out, and keeps what comes of them."""
+
+    counts: Counts
 
     async def submit(self, job: Job) -> int:
         """Accept a job; returns its position in the queue.
@@ -66,6 +68,24 @@ class Broker(Protocol):
 
     async def sweep(self) -> None:
         """Act on what has passed: leases, deadlines, logs kept long enough. To be called several times a second."""
+        ...
+
+    async def refuse_waiting(self, code: str, message: str) -> None:
+        """Fail the jobs that wait and that no worker has ever had."""
+        ...
+
+    async def end_all(self, code: str, message: str) -> None:
+        """Fail every job: the gateway stops."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Jobs in the queue."""
+        ...
+
+    @property
+    def leased(self) -> int:
+        """Jobs that sessions hold."""
         ...
 
     async def status(self, job: str) -> JobStatus | None:

@@ -86,11 +86,22 @@ class Progress:
 class JobStatus:
     """What may be told of a job at any time. `position`: jobs before it, only while it is queued."""
 
+    job: Job
     state: State
     attempt: int
     tokens: int
     position: int | None
     last: Event | None  # the terminal event
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a broker has seen since it began."""
+
+    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TERMINAL, 0))
+    redeliveries: dict[str, int] = field(default_factory=dict)  # by reason
+    stale_frames: int = 0
+    resumed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from headrace_router.network.broker import Listener, Revoked
 from headrace_router.network.fair_queue import FairQueue, Key
 from headrace_router.network.jobs import (
     TERMINAL,
+    Counts,
     Event,
     Holder,
     Job,
@@ -59,9 +60,7 @@ class MemoryBroker:
         self._holders: dict[str, tuple[Holder, Revoked, dict[str, _Record]]] = {}
         self._gone: list[tuple[float, str]] = []  # ended jobs, by the time until which they are kept
         self._listeners = itertools.count()
-        self.redeliveries: dict[str, int] = {}  # by reason
-        self.stale_frames = 0
-        self.outcomes = dict.fromkeys(TERMINAL, 0)
+        self.counts = Counts()
 
     @property
     def waiting(self) -> int:
@@ -94,7 +93,7 @@ class MemoryBroker:
             return None
         position = self._queue.position(record.key) if record.state == "queued" else None
         return JobStatus(
-            record.state, record.attempt, len(record.output), position, record.log[-1] if record.ended else None
+            record.job, record.state, record.attempt, len(record.output), position, record.log[-1] if record.ended else None
         )
 
     def subscribe(self, job: str, after: int, listener: Listener) -> Callable[[], None]:
@@ -135,6 +134,7 @@ class MemoryBroker:
                 record.deadline = now + self._policy.max_run_time
             record.lease_ends = self._first_lease(record, now)
             held[record.job.id] = record
+            self.counts.resumed_tokens += len(record.output)
             kind = "resumed" if record.output else "started"
             self._append(record, [self._event(record, kind, facts={"from_index": len(record.output)})])
             made.append(Lease(record.job, record.attempt, tuple(record.output), record.leased - record.submitted))
@@ -214,12 +214,17 @@ class MemoryBroker:
             if record.leased is None:
                 self._end(record, "failed", {"code": code, "message": message, "retriable": True})
 
+    async def end_all(self, code: str, message: str) -> None:
+        """Fail every job: the gateway stops."""
+        for record in list(self._live.values()):
+            self._end(record, "failed", {"code": code, "message": message, "retriable": True}, revoke=code)
+
     # --- transitions ---
 
     def _current(self, job: str, attempt: int) -> _Record | None:
         record = self._records.get(job)
         if record is None or record.state != "leased" or record.attempt != attempt:
-            self.stale_frames += 1
+            self.counts.stale_frames += 1
             return None
         return record
 
@@ -232,7 +237,7 @@ class MemoryBroker:
             text = f"{record.attempt} workers were lost or failed with this request; the last one: {reason}"
             self._end(record, "failed", {"code": "attempts_exhausted", "message": text, "retriable": False})
             return
-        self.redeliveries[reason] = self.redeliveries.get(reason, 0) + 1
+        self.counts.redeliveries[reason] = self.counts.redeliveries.get(reason, 0) + 1
         record.state = "queued"
         self._queue.push(record.key)
 
@@ -257,7 +262,7 @@ class MemoryBroker:
         self._let_go(record)
         record.state = kind
         del self._live[record.job.id]
-        self.outcomes[kind] += 1
+        self.counts.outcomes[kind] += 1
         job, used = record.job, len(record.job.request.prompt) + 2 * len(record.output)
         self._queue.correct(job.flow, (used - job.cost) / job.weight)
         before = list(events)
