@@ -83,8 +83,8 @@ class Net:
         async with self.session.get(self.url + path, headers=headers) as response:
             return Reply(response.status, response.headers.copy(), await response.read())
 
-    async def post(self, path: str, body: Any) -> Reply:
-        async with self.session.post(self.url + path, json=body) as response:
+    async def post(self, path: str, body: Any, **headers: str) -> Reply:
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
             return Reply(response.status, response.headers.copy(), await response.read())
 
     async def delete(self, path: str) -> int:

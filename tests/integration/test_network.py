@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from headrace_router.types import GenerateRequest
 from tests.fakes.network import Net, network
 from tests.fakes.routers import until
 from tests.fakes.scripted_shard import LOGPROB
@@ -161,6 +162,29 @@ async def test_resent_tokens_are_taken_once_and_a_gap_costs_the_job(net: Net) ->
     assert tokens(await net.events(job_id)) == IDS
 
 
+async def test_a_busy_worker_is_left_alone_for_a_while(net: Net) -> None:
+    worker = await net.scripted()
+    job_id = (await net.ask()).json["id"]
+    for _ in range(2):
+        job = await worker.next("job")
+        await worker.send(t="nack", job=job_id, attempt=job["attempt"], code="busy")
+        assert (await net.get(f"/v1/requests/{job_id}")).json["attempt"] == job["attempt"]
+    other = await net.scripted()
+    job = await other.next("job")
+    assert job["attempt"] == 3
+    await other.done(job)
+
+
+async def test_a_worker_that_leaves_does_not_come_back(net: Net) -> None:
+    router, shard = await net.worker(step_seconds=0.005)
+    local = asyncio.create_task(router.batcher.submit(GenerateRequest([40], 40)).read())
+    await router.drain()
+    await local
+    await asyncio.sleep(0.8)  # longer than the first pause
+    assert net.gateway.sessions == {}
+    await until(lambda: shard.rows == 0)
+
+
 async def test_garbage_costs_the_job_and_then_the_connection(net: Net) -> None:
     worker = await net.scripted()
     job_id = (await net.ask()).json["id"]
@@ -202,6 +226,36 @@ async def test_cancel_reaches_the_queue_and_the_worker(net: Net) -> None:
     await worker.done(job)
     for request in (first, second):
         assert [e["kind"] for e in await net.events(request["id"])][-1] == "cancelled"
+
+
+async def test_a_client_may_ask_again(net: Net) -> None:
+    worker = await net.scripted()
+    await worker.next("welcome")
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 8}}
+    replies = await asyncio.gather(*(net.post("/v1/requests", body, **{"Idempotency-Key": "k"}) for _ in range(3)))
+    assert [reply.status for reply in replies] == [202] * 3
+    assert len({reply.json["id"] for reply in replies}) == 1
+    other = await net.post("/v1/requests", {**body, "inputs": "else"}, **{"Idempotency-Key": "k"})
+    assert other.status == 409
+    job = await worker.next("job")
+    await worker.done(job)
+    assert net.gateway.broker.counts.accepted == 1
+
+
+async def test_requests_belong_to_their_tenants(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[tenants.anna]\nkeys = ["a"]\n[tenants.otto]\nkeys = ["o"]\n')
+    async with network(tmp_path / "model", api_keys_file=str(keys)) as net:
+        assert (await net.ask()).status == 401
+        body = {"inputs": "hello", "parameters": {"max_new_tokens": 8}}
+        job = (await net.post("/v1/requests", body, Authorization="Bearer a")).json["id"]
+        for path in (f"/v1/requests/{job}", f"/v1/requests/{job}/events"):
+            assert (await net.get(path)).status == 401
+            assert (await net.get(path, Authorization="Bearer o")).status == 404
+        assert (await net.get(f"/v1/requests/{job}", Authorization="Bearer a")).json["state"] == "queued"
+        assert await net.delete(f"/v1/requests/{job}") == 401
+        async with net.session.delete(f"{net.url}/v1/requests/{job}", headers={"Authorization": "Bearer a"}) as reply:
+            assert reply.status == 204
 
 
 async def test_a_full_queue_refuses_and_keeps_nothing(tmp_path: Path) -> None:

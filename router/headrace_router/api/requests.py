@@ -6,6 +6,7 @@ Only a gateway has them. Events are named by the SSE `event` line; their ids say
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +15,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from headrace._common.errors import HeadraceError, InvalidRequest, NotFound
+from headrace._common.errors import Conflict, HeadraceError, InvalidRequest, NotFound
 from headrace_router import sse
 from headrace_router.api import native_types
-from headrace_router.api.bodies import read_json
+from headrace_router.api.bodies import decode, read_body
 from headrace_router.api.caller import CALLER, identify
 from headrace_router.api.native_requests import prepare
 from headrace_router.api.workers import network_of
@@ -109,11 +110,36 @@ async def create(request: web.Request) -> web.Response:
     Raises:
         QueueFull: as many wait as may, or there is no worker. Nothing of the request is kept.
     """
-    network_of(request)
-    service = request.app[SERVICE]
+    network, service = network_of(request), request.app[SERVICE]
+    data = await read_body(request, service.settings.payload_limit)
+    key = request.headers.get("Idempotency-Key")
+    if key is None:
+        return await _take(request, service, data)
+    return await _once(request, network, service, f"{request[CALLER].tenant.name}/{key[:256]}", data)
+
+
+async def _once(request: web.Request, network: Network, service: Service, key: str, data: bytes) -> web.Response:
+    """Take a request whose client may ask again with the same key: it is the same request then.
+
+    Raises:
+        Conflict: the body is another.
+    """
+    digest = hashlib.sha256(data).digest()
+    async with network.keys_lock(key):
+        known = network.keys.get(key)
+        if known is not None and (status := await network.gateway.broker.status(known[1])) is not None:
+            if known[0] != digest:
+                raise Conflict("this Idempotency-Key was used for another request")
+            return _accepted(known[1], status.position or 0)
+        made = await _take(request, service, data)
+        network.remember(key, digest, made.headers["Location"].rpartition("/")[2])
+        return made
+
+
+async def _take(request: web.Request, service: Service, data: bytes) -> web.Response:
     ticket = Ticket(service)
     with ticket:
-        body = await read_json(request, native_types.generate_decoder, service.settings.payload_limit)
+        body = decode(native_types.generate_decoder, data)
         prepared = await prepare(service, body.inputs, body.parameters, request[CALLER], stream=True, full_text=False)
         ticket.submitted()
         wanted = prepared.requests[0]
@@ -121,15 +147,18 @@ async def create(request: web.Request) -> web.Response:
         assert isinstance(stream, JobStream)
         try:
             position = await asyncio.shield(stream.admitted)
-        except HeadraceError:
+        except BaseException:  # refused, or the client is gone before it has the id
             stream.close()
             raise
     task = asyncio.create_task(_run(service, wanted, stream))
     service.background.add(task)
     task.add_done_callback(service.background.discard)
-    body_out = _encode(Accepted(stream.job, position))
-    headers = {"Location": f"/v1/requests/{stream.job}"}
-    return web.Response(body=body_out, status=202, content_type="application/json", headers=headers)
+    return _accepted(stream.job, position)
+
+
+def _accepted(job: str, position: int) -> web.Response:
+    body = _encode(Accepted(job, position))
+    return web.Response(body=body, status=202, content_type="application/json", headers={"Location": f"/v1/requests/{job}"})
 
 
 async def _run(service: Service, wanted: GenerateRequest, stream: JobStream) -> None:

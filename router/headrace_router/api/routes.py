@@ -10,6 +10,7 @@ from aiohttp import web
 
 from headrace._common.errors import (
     BodyTooLarge,
+    Conflict,
     DeadlineExceeded,
     Forbidden,
     GenerationFailed,
@@ -122,7 +123,7 @@ ROUTES = (
     ),
     Route(
         "POST", "/v1/requests", requests.create, "Of a gateway: take a request that runs whoever listens",
-        native_types.GenerateBody, requests.Accepted, errors=(*RUN_ERRORS, NotFound), status=202,
+        native_types.GenerateBody, requests.Accepted, errors=(*RUN_ERRORS, NotFound, Conflict), status=202,
     ),
     Route(
         "GET", "/v1/requests/{id}", requests.show, "Of a gateway: the state of a request", reply=requests.RequestOut,

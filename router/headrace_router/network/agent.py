@@ -193,6 +193,7 @@ class Agent:
         self._url, self._token, self._model, self._slots = url.rstrip("/") + PATH, token, model, slots
         self._engine, self._rest = engine, rest
         self._connection: Connection | None = None
+        self._leaving = False
 
     async def run(self) -> None:
         """Connect, work, connect again; never returns.
@@ -202,7 +203,7 @@ class Agent:
         """
         pause = PAUSES[0]
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)) as client:
-            while True:
+            while not self._leaving:
                 began = time.monotonic()
                 try:
                     await self._connect(client)
@@ -215,6 +216,7 @@ class Agent:
                     log.warning("the gateway cannot be reached: %s", error or type(error).__name__)
                 pause = PAUSES[0] if time.monotonic() - began > PAUSES[1] else min(pause * 2, PAUSES[1])
                 await asyncio.sleep(self._rest(pause))
+        await asyncio.Event().wait()  # what is local goes on to its end
 
     async def _connect(self, client: aiohttp.ClientSession) -> None:
         headers = {"Authorization": f"Bearer {self._token}"}
@@ -235,7 +237,8 @@ class Agent:
                 connection.stop_all()
 
     async def leave(self) -> None:
-        """Say good-bye: what runs here goes on elsewhere, at once."""
+        """Say good-bye, for good: what runs here goes on elsewhere, at once."""
+        self._leaving = True
         if self._connection is not None:
             try:
                 await self._connection.write_now(frames.Bye("the worker stops"))

@@ -224,7 +224,12 @@ class Gateway:
         )
         session.send(frames.Welcome(session.id, self.id, slots, lease_s=lease))
         holder = Holder(session.id, session.model.format, session.model.max_total)
-        await self.broker.attach(holder, session.revoke)
+
+        def revoked(job: str, attempt: int, why: str) -> None:
+            session.revoke(job, attempt, why)
+            self._later(self.dispatch())
+
+        await self.broker.attach(holder, revoked)
         self.sessions[session.id] = session
         writer = asyncio.create_task(session.write())
         log.info("worker %s (token %s) joined: %s, %d slots", session.id, worker, session.model.format, slots)

@@ -98,6 +98,7 @@ class JobStatus:
 class Counts:
     """What a broker has seen since it began."""
 
+    accepted: int = 0
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TERMINAL, 0))
     redeliveries: dict[str, int] = field(default_factory=dict)  # by reason
     stale_frames: int = 0

@@ -78,6 +78,7 @@ class MemoryBroker:
         key = self._queue.score(job.id, job.flow, job.cost / job.weight)
         self._records[job.id] = self._live[job.id] = _Record(job, key, self._clock(), self._policy)
         self._queue.push(key)
+        self.counts.accepted += 1
         return self._queue.position(key)
 
     async def cancel(self, job: str, by: str) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from dataclasses import dataclass
+import weakref
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from urllib.parse import urlsplit
 
@@ -24,6 +27,7 @@ MOST_REQUESTS = 1024  # at workers at once; what a gateway tells as its batch si
 MOST_SLOTS = 1024  # of one worker
 DEFAULT_LENGTH = 4096  # tokens, of a model that does not say its own
 WATCH_SECONDS = 1.0
+MOST_KEYS = 10_000  # idempotency keys
 FEATURES = ("logprobs", "top_n_tokens", "prompt_logprobs", "prompt_top_n_tokens", "watermark", "grammar")
 
 
@@ -61,6 +65,21 @@ class Network:
     model_id: str
     model_sha: str | None
     tokenizer_hash: str
+    keys: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # idempotency key -> (hash of the body, request)
+    _locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(default_factory=weakref.WeakValueDictionary)
+
+    @contextlib.asynccontextmanager
+    async def keys_lock(self, key: str) -> AsyncIterator[None]:
+        """One at a time asks with a key."""
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            yield
+
+    def remember(self, key: str, digest: bytes, job: str) -> None:
+        """Keep a key; the oldest go when there are too many."""
+        self.keys.pop(key, None)
+        self.keys[key] = (digest, job)
+        while len(self.keys) > MOST_KEYS:
+            self.keys.pop(next(iter(self.keys)))
 
     def mismatch(self, hello: Hello) -> str | None:
         """Why a worker cannot serve this gateway's model, naming both sides; None if it can.
@@ -150,6 +169,7 @@ def render(network: Network) -> str:
     family("wn_worker_slots", "gauge", "Requests that workers run, and may run", labelled("state", slots))
     family("wn_queue_depth", "gauge", "Requests that wait for a worker", {"": broker.waiting})
     family("wn_running", "gauge", "Requests at workers", {"": broker.leased})
+    family("wn_requests_total", "counter", "Requests that were accepted", {"": counts.accepted})
     family("wn_terminal_events_total", "counter", "Requests that have ended", labelled("kind", counts.outcomes))
     family("wn_redeliveries_total", "counter", "Requests given to another worker", labelled("reason", counts.redeliveries))
     family("wn_stale_frames_total", "counter", "News of attempts that were over", {"": counts.stale_frames})

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 OUTBOX = 1024  # frames
 WRITE_SECONDS = 10.0  # for one frame
 MALFORMED = 3  # frames, until the connection is closed
+NACK_SECONDS = 1.0  # without jobs for a worker that has refused one
 RATE_SECONDS = 10.0  # over which tokens a second are counted
 
 
@@ -48,6 +49,7 @@ class Session:
         self.unknown_frames = 0
         self._socket, self._codec, self._broker, self._freed = socket, codec, broker, freed
         self._outbox: asyncio.Queue[Struct] = asyncio.Queue(OUTBOX)
+        self._rests_until = 0.0  # time.monotonic(): it has said that it is busy
         self._last_token = 0.0  # time.monotonic()
         self._rate: deque[tuple[float, int]] = deque()
         self._closing: asyncio.Task[None] | None = None
@@ -55,7 +57,8 @@ class Session:
     @property
     def free(self) -> int:
         """Jobs that it can take."""
-        return 0 if self.leaving else self.slots - len(self.outputs)
+        resting = self.leaving or time.monotonic() < self._rests_until
+        return 0 if resting else self.slots - len(self.outputs)
 
     @property
     def tokens_per_second(self) -> float:
@@ -139,6 +142,7 @@ class Session:
                 await self._done(frame)
             case frames.Nack():
                 if self._output(frame.job, frame.attempt) is not None:
+                    self._rests_until = time.monotonic() + NACK_SECONDS
                     await self._give_back(frame.job, frame.attempt, "nack")
             case frames.Fail():
                 await self._fail(frame)
