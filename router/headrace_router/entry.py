@@ -59,6 +59,7 @@ class Entry:
             finish_reason=reason, text=self.text.text, generated_tokens=len(self.output),
             input_length=len(self.request.prompt), seed=self.request.sampling.seed, cached_tokens=self.cached_tokens,
             queue_seconds=admitted - self.submitted, inference_seconds=now - admitted,
+            stop_string=self.text.stop_string,
         )
 
     def to_wire(self) -> pb.Request:

@@ -67,7 +67,10 @@ class Router:
         self._tenants = Tenants(settings.api_key, keys_file, settings.workload)
         self._cors = Cors(settings.cors_allow_origin)
         self._folder = ModelFolder.open(settings.model_folder)
-        self._text = TextPool(self._folder, settings.validation_workers, settings.tokenizer_config_path, settings.normalize)
+        self._text = TextPool(
+            self._folder, settings.validation_workers, settings.tokenizer_config_path, settings.normalize,
+            settings.tool_call_parser, settings.reasoning_parser,
+        )
         self._grammars = GrammarChecker()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -88,7 +91,6 @@ class Router:
         limits = find_limits(settings, shard.info)
         metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
         tuned = preset(settings)
-        log.info("tuned for %s: %s", settings.workload, tuned)
         tokenizer_hash = hashlib.sha256(self._folder.tokenizer_path.read_bytes()).hexdigest()
         batcher = self.batcher = self._make_core(shard, limits, metrics, tuned)
         network = None
@@ -132,6 +134,7 @@ class Router:
             self._tasks.append(asyncio.create_task(self._agent.run(), name="worker-agent"))
         host, port = self._runner.addresses[0][:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("tuned for %s: %s", settings.workload, tuned)
         log.info("listening on %s", url)
         return url
 

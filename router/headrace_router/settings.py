@@ -8,6 +8,8 @@ from headrace._common.logs import LEVELS
 from headrace._common.options import option
 from headrace_router.tenants import CLASSES
 from headrace_router.text.normalize import MODES
+from headrace_router.text.reasoning import PARSERS as REASONING_PARSERS
+from headrace_router.text.tools.formats import PARSERS as TOOL_PARSERS
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,14 @@ class RouterSettings:
     )
     tokenizer_config_path: str | None = option(
         None, "file with the chat template to use: tokenizer_config.json or .jinja",
+    )
+    tool_call_parser: str = option(
+        "auto", "format in which the model writes tool calls; auto: that of its chat template",
+        env="HEADRACE_TOOL_CALL_PARSER", choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto", "tags around what the model thinks before it answers; auto: those of its chat template; none: all is answer",
+        env="HEADRACE_REASONING_PARSER", choices=REASONING_PARSERS,
     )
     graceful_termination_timeout: float = option(
         90.0, "seconds that running requests get to finish at SIGTERM", flags=("-g",), minimum=0,

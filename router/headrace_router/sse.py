@@ -33,9 +33,10 @@ _HOLE = "\x00"
 Frames = Callable[[int, Token], bytes]  # (index of the stream, token) -> its frames; b"" if it has nothing to say
 
 
-def frame(data: bytes) -> bytes:
-    """One event. `data` is JSON in UTF-8, which holds no CR and LF."""
-    return b"data: " + _unbroken(data) + b"\n\n"
+def frame(data: bytes, name: str | None = None) -> bytes:
+    """One event. `data` is JSON in UTF-8, which holds no CR and LF. `name`: of the kind of event, where an API names them."""
+    head = f"event: {name}\n".encode() if name is not None else b""
+    return head + b"data: " + _unbroken(data) + b"\n\n"
 
 
 def _unbroken(data: bytes) -> bytes:

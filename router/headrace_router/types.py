@@ -51,6 +51,7 @@ class GenerateRequest:
     prompt_logprobs: bool = False
     prompt_top_n_tokens: int = 0  # beside each token of the prompt, with prompt_logprobs
     grammar: Grammar | None = None
+    shown_tokens: tuple[int, ...] = ()  # special tokens whose text is part of the output
     tenant: Tenant = ANONYMOUS
     workload: str = "chat"  # one of tenants.CLASSES
     deadline: float | None = None  # of time.perf_counter(): too late for anything
@@ -86,6 +87,7 @@ class End:
     cached_tokens: int
     queue_seconds: float  # from submit to admission
     inference_seconds: float  # from admission to this token
+    stop_string: str | None = None  # that ended it
 
 
 @dataclass(slots=True)

@@ -139,9 +139,10 @@ async def serve(settings: ShardSettings, path: str, import_seconds: float) -> in
         loop.add_signal_handler(number, stop.set)
     begin = time.perf_counter()
     folder = ModelFolder.open(settings.model_folder)
-    loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder, rendezvous_path(settings)))
     tokenizer = Tokenizer(folder.tokenizer_path) if settings.rank == 0 else None
     tokens = vocabulary(folder) if tokenizer else None
+    trim_memory()  # what making them took is not to come on top of the weights
+    loading = asyncio.ensure_future(asyncio.to_thread(load, settings, folder, rendezvous_path(settings)))
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():

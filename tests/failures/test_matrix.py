@@ -227,13 +227,14 @@ def test_a_shard_group_restarts_in_place_and_its_requests_resume(model: Path, tm
     try:
         run.service.wait_ready()
         port = run.service.port
-        body = json.dumps({"inputs": "Hello there", "parameters": {"max_new_tokens": 6000, "details": True}})
+        asked = {"prompt": "Hello there", "max_tokens": 6000, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        body = json.dumps(asked)
 
         def ask() -> Any:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-            connection.request("POST", "/generate", body, {"content-type": "application/json"})
-            reply = json.loads(connection.getresponse().read())
-            return reply["generated_text"], [t["id"] for t in reply["details"]["tokens"]]
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            choice = json.loads(connection.getresponse().read())["choices"][0]
+            return choice["text"], choice["token_ids"]
 
         expected = ask()
         got: list[Any] = []

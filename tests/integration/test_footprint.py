@@ -37,8 +37,8 @@ def test_a_shard_imports_nothing_that_it_does_not_need(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(building.compiler() is None and not building.library_path().exists(), reason="torch unpacks to float32")
 def test_the_largest_memory_of_a_shard_with_the_default_model(embedded_model: Path) -> None:
-    """Torch and its libraries take about 240 MB, the packed weights 96, the vocabulary's tables for grammars 45 while they are
-    made; the mapped file must not come on top.
+    """Torch and its libraries take about 240 MB, the packed weights 96, the vocabulary's tables for grammars 30; neither the
+    mapped file nor what making those tables takes must come on top.
     """
     shard = ShardProcess(embedded_model)
     try:
@@ -49,4 +49,4 @@ def test_the_largest_memory_of_a_shard_with_the_default_model(embedded_model: Pa
         shard.stop()
     found = re.search(r"VmHWM:\s*(\d+) kB", status)
     assert found is not None
-    assert int(found[1]) * 1024 < 490e6
+    assert int(found[1]) * 1024 < 470e6  # 447e6 here; libraries differ

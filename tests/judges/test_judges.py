@@ -44,7 +44,7 @@ def judge(told: dict[str, list[Verdict]], name: str, run: Callable[[], list[Verd
     assert [f"{v.check}: {v.why}" for v in told[name] if not v.ok] == []
 
 
-@pytest.mark.parametrize("name", ["text_generation", "huggingface_hub", "openai"])
+@pytest.mark.parametrize("name", ["text_generation", "huggingface_hub", "openai", "anthropic"])
 def test_quick_judges(name: str, served: Service, told: dict[str, list[Verdict]]) -> None:
     judge(told, name, lambda: run_python(name, served.url, MODEL))
 
@@ -55,9 +55,14 @@ def test_openai_node(served: Service, told: dict[str, list[Verdict]]) -> None:
 
 
 @pytest.mark.judges
-@pytest.mark.parametrize("name", ["langchain", "schemathesis"])
-def test_slow_judges(name: str, served: Service, told: dict[str, list[Verdict]]) -> None:
-    judge(told, name, lambda: run_python(name, served.url, MODEL))
+def test_langchain(served: Service, told: dict[str, list[Verdict]]) -> None:
+    judge(told, "langchain", lambda: run_python("langchain", served.url, MODEL))
+
+
+@pytest.mark.judges
+def test_schemathesis(service: Callable[..., Service], tiny_model: Path, told: dict[str, list[Verdict]]) -> None:
+    server = service("--model-id", str(tiny_model), "--max-total-tokens", "256")
+    judge(told, "schemathesis", lambda: run_python("schemathesis", server.url))
 
 
 @pytest.mark.judges

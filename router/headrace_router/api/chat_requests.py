@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from headrace._common.errors import InvalidRequest
+from headrace._common.grammars import Grammar
 from headrace_router.api.bodies import refuse_given
 from headrace_router.api.caller import Caller
-from headrace_router.api.grammars import openai_grammar
+from headrace_router.api.grammars import checked, openai_grammar
 from headrace_router.api.openai_requests import (
     Prepared,
     Prompt,
@@ -19,6 +21,9 @@ from headrace_router.api.openai_requests import (
     shown_of,
 )
 from headrace_router.api.openai_types import ChatBody, Conversation, Message
+from headrace_router.api.tool_grammars import calls_or_body, forced_calls, free_calls
+from headrace_router.api.tool_types import FunctionTool
+from headrace_router.api.tools import Reading, ToolUse, offered, plain_tools, tool_use
 from headrace_router.service import Service
 from headrace_router.text import pool
 from headrace_router.text.renderer import Turn
@@ -29,44 +34,87 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue
 NEWER = Rules("max_completion_tokens", CHAT.inputs)
 
 
-async def prepare_chat(service: Service, body: ChatBody, caller: Caller) -> Prepared:
-    """Check a chat call and render and tokenize its conversation.
+@dataclass(frozen=True)
+class PreparedChat(Prepared):
+    """The requests of one chat, and how their outputs are read."""
+
+    reading: Reading
+
+
+async def prepare_chat(service: Service, body: ChatBody, caller: Caller, rules: Rules | None = None) -> PreparedChat:
+    """Check a chat call and render and tokenize its conversation. `rules`: of another API that it came through.
 
     Raises:
         InvalidRequest: a rule is broken.
         TemplateError: the model's template refuses the conversation, or there is none.
     """
     limits = service.limits
-    rules, max_tokens = CHAT, body.max_tokens
+    max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
-        rules, max_tokens = NEWER, body.max_completion_tokens
+        rules, max_tokens = rules or NEWER, body.max_completion_tokens
+    rules = rules or CHAT
     check_least(rules.max_new_tokens, max_tokens, 1)
     n, best_of = choices_of(body, limits)
     check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
     _check_offered(body)
-    prompt = await encode_chat(service, body, limits.max_input_tokens)
-    prompts = [Prompt(prompt.text, prompt.ids)]
+    use = tool_use(body)
+    rendered = await encode_chat(service, body, limits.max_input_tokens, use.functions if use is not None else ())
+    prompt = Prompt(rendered.text, rendered.ids)
+    marker = _marker(service, use)
+    if marker is not None:
+        prompt = Prompt(prompt.text + service.text.tokenizer.text_of(marker), [*prompt.ids, marker])
     grammar = await openai_grammar(service, body)
+    constrained = grammar is not None or (use is not None and use.forced)
+    if use is not None:
+        grammar = await _with_calls(service, body, use, grammar, marker is not None)
+    reading = Reading.after(service.text, prompt.text, use, constrained, marker is not None)
     requests = make_requests(
-        rules, service, caller, body, prompts, best_of, max_tokens, grammar, body.top_logprobs or 0
+        rules, service, caller, body, [prompt], best_of, max_tokens, grammar, body.top_logprobs or 0,
+        shown_tokens=reading.markers,
     )
-    return Prepared(prompts, requests, n, best_of, shown_of(body, bool(body.logprobs)))
+    return PreparedChat([prompt], requests, n, best_of, shown_of(body, bool(body.logprobs)), reading)
+
+
+def _marker(service: Service, use: ToolUse | None) -> int | None:
+    """The special token that the prompt ends with where the model has to call a function."""
+    if use is None or not use.forced or service.text.tools.name != "mistral":
+        return None
+    found = service.text.tokenizer.id_of("[TOOL_CALLS]")
+    return found if found in service.text.tokenizer.special_ids else None
+
+
+async def _with_calls(
+    service: Service, body: ChatBody, use: ToolUse, grammar: Grammar | None, marked: bool
+) -> Grammar | None:
+    """The grammar of an output that may hold calls.
+
+    Raises:
+        InvalidRequest: the two cannot be had together, or a schema cannot be enforced.
+    """
+    name = service.text.tools.name
+    if use.forced:
+        if grammar is not None and body.response_format is None:
+            raise InvalidRequest("a grammar and a function that must be called exclude each other", "tool_choice")
+        return await checked(service, forced_calls(name, use, marked), "tools")
+    if grammar is not None:
+        return await checked(service, calls_or_body(name, use, grammar), "tools")
+    return await checked(service, free_calls(name, use), "tools") if use.strict else None
 
 
 def _check_offered(body: ChatBody) -> None:
     check_common(body)
     refuse_given(
-        tools=body.tools, functions=body.functions, audio=body.audio, web_search_options=body.web_search_options,
-        chat_template=body.chat_template, echo=body.echo, modalities=set(body.modalities or ()) - {"text"},
-        tool_choice=body.tool_choice if body.tool_choice not in ("none", "auto") else None,
-        function_call=body.function_call if body.function_call not in ("none", "auto") else None,
+        audio=body.audio, web_search_options=body.web_search_options, chat_template=body.chat_template, echo=body.echo,
+        modalities=set(body.modalities or ()) - {"text"},
     )
 
 
-async def encode_chat(service: Service, body: Conversation, most: int | None = None) -> pool.ChatPrompt:
-    """The prompt of a conversation.
+async def encode_chat(
+    service: Service, body: Conversation, most: int | None = None, functions: tuple[FunctionTool, ...] | None = None
+) -> pool.ChatPrompt:
+    """The prompt of a conversation. `functions`: that the model may call; None: those of the body.
 
     Raises:
         InvalidRequest: the messages or what goes with them are wrong, or they have many more than `most` tokens.
@@ -74,10 +122,22 @@ async def encode_chat(service: Service, body: Conversation, most: int | None = N
     """
     messages = _check_messages(body.messages)
     turn, variables = _turn(body, messages), _variables(service, body)
+    if functions := offered(body.tools) if functions is None else functions:
+        variables["tools"] = plain_tools(functions)
+        if isinstance(body, ChatBody) and body.tool_prompt:
+            messages = _with_prompt(messages, body.tool_prompt)
     try:
-        return await service.text.chat(messages, most, turn, variables)
+        return await service.text.chat(messages, most, turn, variables, complete=True)
     except pool.TooLong as error:
         raise too_long(CHAT, error.at_least, service.limits) from None
+
+
+def _with_prompt(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The messages with a text after the last one."""
+    *others, last = messages
+    content = last["content"] or ""
+    more = [*content, {"type": "text", "text": f"\n{text}"}] if isinstance(content, list) else f"{content}\n{text}"
+    return [*others, {**last, "content": more}]
 
 
 def _check_messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -85,7 +145,7 @@ def _check_messages(messages: list[Message]) -> list[dict[str, Any]]:
     if not messages:
         raise InvalidRequest("`messages` must not be empty", "messages")
     for index, message in enumerate(messages):
-        calls = message.role == "assistant" and message.tool_calls
+        calls = message.role == "assistant" and (message.tool_calls or message.function_call)
         if message.content is None and not calls:
             raise InvalidRequest(f"messages[{index}] has no `content`", "messages")
     plain: list[dict[str, Any]] = msgspec.to_builtins(messages)

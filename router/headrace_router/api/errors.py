@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: TGI's flat body on native routes, OpenAI's envelope on /v1."""
+"""Errors as HTTP answers: TGI's flat body on native routes, OpenAI's envelope on /v1, Anthropic's on /v1/messages."""
 
 from __future__ import annotations
 
@@ -26,10 +26,21 @@ NATIVE_PREFIXES: dict[type[HeadraceError], str] = {
     InvalidRequest: "Input validation error: ", GenerationFailed: "Request failed during generation: ",
 }
 
+ANTHROPIC = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "request_too_large", 415: "invalid_request_error",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}
+
 
 def is_openai(path: str) -> bool:
-    """Does this route speak OpenAI's API?"""
+    """Does this route speak OpenAI's API, or Anthropic's, which has the same statuses?"""
     return path.startswith("/v1/")
+
+
+def is_anthropic(path: str) -> bool:
+    """Does this route speak Anthropic's API?"""
+    return path.startswith("/v1/messages")
 
 
 def native_body(error: HeadraceError) -> dict[str, Any]:
@@ -51,11 +62,18 @@ def openai_body(error: HeadraceError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": mapping(error).openai, "param": field, "code": code}}
 
 
+def anthropic_body(error: HeadraceError) -> dict[str, Any]:
+    """Anthropic's error envelope (https://docs.anthropic.com/en/api/errors)."""
+    status = mapping(error).openai_http or mapping(error).http
+    return {"type": "error", "error": {"type": ANTHROPIC.get(status, "api_error"), "message": str(error)}}
+
+
 def answer(path: str, error: HeadraceError) -> web.Response:
     """The whole HTTP answer."""
     row = mapping(error)
     if is_openai(path):
-        status, body = row.openai_http or row.http, openai_body(error)
+        status = row.openai_http or row.http
+        body = anthropic_body(error) if is_anthropic(path) else openai_body(error)
     else:
         status, body = row.http, native_body(error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
@@ -88,6 +106,22 @@ def openai_event(error: HeadraceError) -> bytes:
     return sse.frame(msgspec.json.encode(openai_body(error))) + sse.DONE
 
 
+def anthropic_event(error: HeadraceError) -> bytes:
+    """The last event of a stream of Anthropic's API that fails."""
+    return sse.frame(msgspec.json.encode(anthropic_body(error)), "error")
+
+
+def _response_event(error: HeadraceError) -> bytes:
+    """What ends a stream of OpenAI's responses when nothing is left that could say how the response has failed."""
+    detail = openai_body(error)["error"]
+    made = {"type": "error", "code": detail["type"], "message": detail["message"], "param": detail["param"]}
+    return sse.frame(msgspec.json.encode({**made, "sequence_number": 0}), "error")
+
+
 def event(path: str, error: HeadraceError) -> bytes:
     """The last event of a stream that fails, as the route has it."""
+    if is_anthropic(path):
+        return anthropic_event(error)
+    if path == "/v1/responses":
+        return _response_event(error)
     return openai_event(error) if is_openai(path) else native_event(error)

@@ -33,7 +33,7 @@ async def native_grammar(service: Service, given: Any) -> Grammar | None:
     """
     if given is None:
         return None
-    return await _checked(service, _tagged(given, "grammar"), "grammar")
+    return await checked(service, _tagged(given, "grammar"), "grammar")
 
 
 async def openai_grammar(service: Service, body: GrammarFields) -> Grammar | None:
@@ -48,7 +48,7 @@ async def openai_grammar(service: Service, body: GrammarFields) -> Grammar | Non
     field, grammar = found[0]
     if len(found) > 1:
         raise InvalidRequest(f"`{field}` and `{found[1][0]}` exclude each other", found[1][0])
-    return await _checked(service, grammar, field)
+    return await checked(service, grammar, field)
 
 
 def _fields(body: GrammarFields) -> list[tuple[str, Grammar | None]]:
@@ -126,7 +126,7 @@ def _read(kind: str, source: str, field: str) -> Grammar:
         raise InvalidRequest(f"`{field}` is not valid: {error}", field) from None
 
 
-async def _checked(service: Service, grammar: Grammar, field: str) -> Grammar:
+async def checked(service: Service, grammar: Grammar, field: str) -> Grammar:
     """
     Raises:
         InvalidRequest: the grammar cannot be compiled, or this model not be constrained; names the field.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from typing import Protocol
 
 from aiohttp import web
 
@@ -11,16 +12,32 @@ from headrace_router import sse
 from headrace_router.api import openai_types as shapes
 from headrace_router.api.bodies import read_json
 from headrace_router.api.caller import CALLER
+from headrace_router.api.chat_replies import ChatReplies
 from headrace_router.api.chat_requests import prepare_chat
 from headrace_router.api.choices import end_of, run_all
 from headrace_router.api.completion_replies import CompletionReplies
 from headrace_router.api.completion_requests import prepare_completion
-from headrace_router.api.errors import openai_event
-from headrace_router.api.openai_replies import ChatReplies, Replies, usage
+from headrace_router.api.openai_replies import usage
 from headrace_router.api.openai_requests import Prepared
 from headrace_router.api.timing import compute_headers, time_headers
 from headrace_router.service import SERVICE, Service, Ticket
 from headrace_router.types import End, Token
+
+
+class Answers(Protocol):
+    """How an API writes what came of a call."""
+
+    def frames(self, index: int, token: Token) -> bytes:
+        """The events of one token of a choice."""
+
+    def last_frames(self, ends: list[End]) -> bytes:
+        """The end of a stream. `ends`: by request."""
+
+    def error_frames(self, error: HeadraceError) -> bytes:
+        """The end of a stream that fails."""
+
+    def whole(self, choices: list[list[Token]]) -> bytes:
+        """The answer of a call that does not stream."""
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -45,7 +62,7 @@ async def answer_chat(
     """The answer to a body of /v1/chat/completions."""
     ticket.take()
     prepared = await prepare_chat(service, body, request[CALLER])
-    return await _answer(request, service, ticket, prepared, ChatReplies(service, prepared))
+    return await answer_prepared(request, service, ticket, prepared, ChatReplies(service, prepared))
 
 
 async def answer_completion(
@@ -54,12 +71,13 @@ async def answer_completion(
     """The answer to a body of /v1/completions."""
     ticket.take()
     prepared = await prepare_completion(service, body, request[CALLER])
-    return await _answer(request, service, ticket, prepared, CompletionReplies(service, prepared))
+    return await answer_prepared(request, service, ticket, prepared, CompletionReplies(service, prepared))
 
 
-async def _answer(
-    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Replies
+async def answer_prepared(
+    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Answers
 ) -> web.StreamResponse:
+    """The answer to a call that is checked."""
     ticket.take(len(prepared.requests) - 1)
     ticket.submitted()
     headers = compute_headers(service, prepared.characters)
@@ -72,7 +90,7 @@ async def _answer(
 
 
 async def _stream(
-    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Replies, headers: dict[str, str]
+    request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Answers, headers: dict[str, str]
 ) -> web.StreamResponse:
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(service.engine.submit(r)) for r in prepared.requests]
@@ -88,8 +106,8 @@ async def _stream(
         try:
             await events.relay(streams, frames)
             in_order = [ends[index] for index in sorted(ends)]
-            last = (replies.usage_frame(in_order) if prepared.shown.include_usage else b"") + sse.DONE
+            last = replies.last_frames(in_order)
         except HeadraceError as error:
             ticket.fail(error)
-            last = openai_event(error)
+            last = replies.error_frames(error)
         return await events.end(last)

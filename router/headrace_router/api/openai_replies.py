@@ -7,15 +7,14 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from msgspec import UNSET
-
 import headrace
+from headrace._common.errors import HeadraceError
 from headrace_router import sse
 from headrace_router.api import openai_types as shapes
 from headrace_router.api.choices import end_of, ranked
+from headrace_router.api.errors import openai_event
 from headrace_router.api.openai_requests import Prepared
 from headrace_router.service import Service
-from headrace_router.text.pieces import openai_token, token_bytes
 from headrace_router.types import End, FinishReason, Token
 
 REASONS: dict[FinishReason, shapes.FinishReason] = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
@@ -67,10 +66,19 @@ class Replies:
             made = self._of_text[index] = sse.FrameOfText(lambda text: self._data(choice(text)))
         return made(text)
 
-    def usage_frame(self, ends: list[End]) -> bytes:
-        """The extra chunk at the end of a stream that asked for usage. `ends`: by request."""
-        total = usage(self.prepared, ends)
-        return sse.frame(shapes.encode(self.chunk(choices=[], **self._envelope, usage=total)))
+    def last_frames(self, ends: list[End]) -> bytes:
+        """The end of a stream, with an extra chunk if it asked for usage. `ends`: by request."""
+        if not self.shown.include_usage:
+            return sse.DONE
+        return sse.frame(shapes.encode(self.chunk(choices=[], **self._envelope, usage=self.usage(ends)))) + sse.DONE
+
+    def error_frames(self, error: HeadraceError) -> bytes:
+        """The end of a stream that fails."""
+        return openai_event(error)
+
+    def usage(self, ends: Sequence[End]) -> shapes.Usage:
+        """Token counts of the call."""
+        return usage(self.prepared, ends)
 
     def whole(self, choices: list[list[Token]]) -> bytes:
         """The answer of a call that does not stream: of each prompt the best of its choices."""
@@ -80,7 +88,7 @@ class Replies:
             mine = choices[start : start + shown.best_of]
             best = ranked(mine)[: shown.n] if shown.best_of > shown.n else range(shown.n)
             made += [self.choice(len(made) + place, mine[at]) for place, at in enumerate(best)]
-        total = usage(shown, [end_of(tokens) for tokens in choices])
+        total = self.usage([end_of(tokens) for tokens in choices])
         return shapes.encode(self.reply(choices=made, usage=total, **self._envelope, **self.extra()))
 
     def frames(self, index: int, token: Token) -> bytes:
@@ -94,56 +102,3 @@ class Replies:
     def extra(self) -> dict[str, Any]:
         """What the answer has beside its choices."""
         return {}
-
-
-class ChatReplies(Replies):
-    """Answers of /v1/chat/completions."""
-
-    prefix, reply, chunk = "chatcmpl", shapes.ChatReply, shapes.ChatChunk
-
-    def __init__(self, service: Service, prepared: Prepared) -> None:
-        super().__init__(service, prepared)
-        self._begun: set[int] = set()
-
-    def extra(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.prepared.prompts[0].ids} if self.shown.token_ids else {}
-
-    def _content(self, tokens: list[Token]) -> shapes.ChatLogprobs | None:
-        if not self.shown.logprobs:
-            return None
-        return shapes.ChatLogprobs([self._entry(token) for token in tokens if not is_end_token(token)])
-
-    def _entry(self, token: Token) -> shapes.TokenLogprob:
-        top = [self._alternative(t.id, t.logprob) for t in token.top or ()]
-        shown = self._alternative(token.id, token.logprob)
-        return shapes.TokenLogprob(shown.token, shown.logprob, shown.bytes, top)
-
-    def _alternative(self, token_id: int, logprob: float) -> shapes.TopLogprob:
-        tokenizer = self.tokenizer
-        return shapes.TopLogprob(openai_token(tokenizer, token_id), logprob, token_bytes(tokenizer, token_id))
-
-    def frames(self, index: int, token: Token) -> bytes:
-        """The chunks of one token: the role before the first, the finish reason after the last."""
-        out = b""
-        if index not in self._begun:
-            extra = {} if self._begun else self.extra()
-            self._begun.add(index)
-            out += self.frame(shapes.ChatChunkChoice(index, shapes.Delta("assistant", ""), None, None), **extra)
-        ids = [token.id] if self.shown.token_ids else UNSET
-        if token.text and not self.shown.token_ids and not self.shown.logprobs:
-            out += self.text_frame(
-                index, token.text, lambda text: shapes.ChatChunkChoice(index, shapes.Delta(content=text), None, None)
-            )
-        elif token.text or ids or (self.shown.logprobs and not is_end_token(token)):
-            delta = shapes.Delta(content=token.text)
-            out += self.frame(shapes.ChatChunkChoice(index, delta, self._content([token]), None, ids))
-        if token.end is not None:
-            reason = REASONS[token.end.finish_reason]
-            out += self.frame(shapes.ChatChunkChoice(index, shapes.Delta(), None, reason))
-        return out
-
-    def choice(self, index: int, tokens: list[Token]) -> shapes.ChatChoice:
-        end = end_of(tokens)
-        message = shapes.AssistantMessage("assistant", end.text)
-        ids = [token.id for token in tokens] if self.shown.token_ids else UNSET
-        return shapes.ChatChoice(index, message, self._content(tokens), REASONS[end.finish_reason], ids)

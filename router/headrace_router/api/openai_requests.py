@@ -149,6 +149,7 @@ def workload_of(body: CommonBody, caller: Caller) -> str:
 def make_requests(
     rules: Rules, service: Service, caller: Caller, body: CommonBody, prompts: list[Prompt], best_of: int,
     max_tokens: int | None, grammar: Grammar | None, top_n: int = 0, prompt_top_n: int | None = None,
+    shown_tokens: tuple[int, ...] = (),
 ) -> list[GenerateRequest]:
     """`best_of` requests for each prompt. `prompt_top_n`: alternatives beside each prompt token; None: do not score it.
 
@@ -174,7 +175,7 @@ def make_requests(
             stop_token_ids=tuple(sorted(set(stop_ids))), min_new_tokens=body.min_tokens or 0,
             ignore_eos=bool(body.ignore_eos), top_n_tokens=top_n, prompt_logprobs=prompt_top_n is not None,
             prompt_top_n_tokens=prompt_top_n or 0, grammar=grammar, tenant=caller.tenant, workload=workload_of(body, caller),
-            deadline=caller.deadline,
+            deadline=caller.deadline, shown_tokens=shown_tokens,
         )
         made += spread(request, best_of)
     return made

@@ -13,6 +13,16 @@ from msgspec import UNSET, Struct, UnsetType
 
 from headrace_router.api.grammars import GrammarFields
 from headrace_router.api.native_types import NotEmpty, SomeOf
+from headrace_router.api.tool_types import (
+    FunctionCall,
+    FunctionCalled,
+    FunctionDelta,
+    FunctionTool,
+    Tool,
+    ToolCall,
+    ToolCalled,
+    ToolDelta,
+)
 
 
 class StreamOptions(Struct):
@@ -25,17 +35,6 @@ class TextPart(Struct):
     text: str
 
 
-class FunctionCall(Struct):
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCall(Struct):
-    function: FunctionCall
-    id: str | None = None
-    type: Literal["function"] = "function"
-
-
 class Message(Struct):
     """A message of a conversation."""
 
@@ -44,11 +43,13 @@ class Message(Struct):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None
     reasoning_content: str | None = None
 
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class Refused(GrammarFields, kw_only=True):
@@ -108,6 +109,7 @@ class Conversation(Protocol):
     chat_template_kwargs: dict[str, Any] | None
     reasoning_effort: str | None
     documents: list[dict[str, Any]] | None
+    tools: list[Tool] | None
 
 
 class ChatPrompt(Struct, kw_only=True):
@@ -119,6 +121,7 @@ class ChatPrompt(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
 
 
 class ChatBody(CommonBody, kw_only=True):
@@ -135,10 +138,12 @@ class ChatBody(CommonBody, kw_only=True):
     store: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    function_call: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    tool_prompt: str | None = None  # TGI's: comes after the last message
+    functions: list[FunctionTool] | None = None
+    function_call: str | dict[str, Any] | None = None
     echo: Any = None
     modalities: list[str] | None = None
     audio: Any = None
@@ -159,6 +164,10 @@ class PromptDetails(Struct):
     cached_tokens: int  # of the prompt; they needed no computation
 
 
+class CompletionDetails(Struct):
+    reasoning_tokens: int
+
+
 class Usage(Struct):
     """A prompt counts once, however many choices it has."""
 
@@ -166,6 +175,7 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET  # of a model whose thoughts are told from its answer
 
 
 class TopLogprob(Struct):
@@ -194,19 +204,25 @@ class CompletionLogprobs(Struct):
 
 class AssistantMessage(Struct):
     role: str
-    content: str
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCalled] | UnsetType = UNSET
+    function_call: FunctionCalled | UnsetType = UNSET
 
 
 class Delta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolDelta] | None = None
+    function_call: FunctionDelta | None = None
 
 
 class ChatChoice(Struct):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -214,7 +230,7 @@ class ChatChunkChoice(Struct):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     token_ids: list[int] | UnsetType = UNSET
 
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 import headrace
 from headrace._common.errors import DeadlineExceeded, HeadraceError, NotFound, mapping
 from headrace_router.api.caller import CLASS_HEADER, LONGEST_TIMEOUT, TIMEOUT_HEADER
-from headrace_router.api.errors import is_openai
+from headrace_router.api.errors import is_anthropic, is_openai
 from headrace_router.api.request_ids import HEADER as ID_HEADER
 from headrace_router.api.routes import Route
 from headrace_router.tenants import CLASSES
@@ -42,6 +42,17 @@ class OpenAIError(Struct):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(Struct, tag_field="type", tag="error"):
+    """What the routes under /v1/messages answer when something is wrong; also the last event of a stream that fails."""
+
+    error: AnthropicErrorDetail
+
+
 def make_document(routes: Sequence[Route]) -> dict[str, Any]:
     """The document of these routes."""
     schemas = _Schemas(routes)
@@ -52,7 +63,7 @@ def make_document(routes: Sequence[Route]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "Headrace", "version": headrace.__version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
-            "description": "Text generation: TGI's API, and OpenAI's under /v1.",
+            "description": "Text generation: TGI's API, and OpenAI's and Anthropic's under /v1.",
         },
         "paths": paths,
         "components": {
@@ -91,7 +102,7 @@ class _Schemas:
     """The components of all types, and references to them."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        types: list[Any] = [NativeError, OpenAIError]
+        types: list[Any] = [NativeError, OpenAIError, AnthropicError]
         types += [t for route in routes for kind in (route.body, route.reply, route.events) for t in _alternatives(kind)]
         unique = list({repr(t): t for t in types}.values())
         made, self.components = msgspec.json.schema_components(unique, ref_template=REFERENCES)
@@ -118,7 +129,7 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
     openai, path = is_openai(route.path), _path(route)
     made: dict[str, Any] = {
         "operationId": f"{route.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_') or 'root'}",
-        "summary": route.summary, "tags": ["OpenAI" if openai else "native" if route.keyed else "operation"],
+        "summary": route.summary, "tags": [_tag(route)],
         "parameters": [_reference("parameters", "request_id")],
         "responses": {str(route.status): _reply(route, schemas), **_errors(route, openai, schemas)},
     }
@@ -131,6 +142,12 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
     if route.body is not None:
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas.of(route.body)}}}
     return made
+
+
+def _tag(route: Route) -> str:
+    if is_anthropic(route.path):
+        return "Anthropic"
+    return "OpenAI" if is_openai(route.path) else "native" if route.keyed else "operation"
 
 
 def _reply(route: Route, schemas: _Schemas) -> dict[str, Any]:
@@ -149,6 +166,11 @@ def _reply(route: Route, schemas: _Schemas) -> dict[str, Any]:
 
 def _events(route: Route, schemas: _Schemas) -> dict[str, Any]:
     """One event of a stream; the data of the last one may be an error's, or OpenAI's end mark."""
+    if route.named:
+        kinds = [schemas.of(route.events), *([schemas.of(AnthropicError)] if is_anthropic(route.path) else [])]
+        named: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+        properties = {"event": {"type": "string"}, "data": named}
+        return {"type": "object", "properties": properties, "required": ["event", "data"]}
     several = isinstance(route.events, tuple)  # APIs
     openai = is_openai(route.path)
     kinds = [schemas.of(route.events)]
@@ -165,7 +187,7 @@ def _errors(route: Route, openai: bool, schemas: _Schemas) -> dict[str, Any]:
     by_status: dict[int, list[str]] = {}
     for kind in (*route.errors, *((NotFound,) if "{" in route.path else ())):
         by_status.setdefault(_status(kind, openai), []).append(inspect.cleandoc(kind.__doc__ or "").splitlines()[0])
-    schema = schemas.of(OpenAIError if openai else NativeError)
+    schema = schemas.of(AnthropicError if is_anthropic(route.path) else OpenAIError if openai else NativeError)
     return {
         str(status): {
             "description": " ".join(dict.fromkeys(texts)), "content": {"application/json": {"schema": schema}},

@@ -34,11 +34,15 @@ from headrace_router.api import (
     admin_types,
     clouds,
     docs,
+    messages,
+    messages_types,
     native,
     native_types,
     openai,
     openai_types,
     requests,
+    responses,
+    responses_types,
     tokens,
     workers,
 )
@@ -71,6 +75,7 @@ class Route:
     media: str = "application/json"  # of the reply
     own: bool = False  # shows what belongs to a tenant, whatever the method
     status: int = 200  # of the answer that is no error
+    named: bool = False  # events have names, and nothing follows the last one
 
     @property
     def keyed(self) -> bool:
@@ -145,6 +150,18 @@ ROUTES = (
     Route(
         "GET", "/v1/worker/connect", workers.connect, "Of a gateway: the WebSocket that a worker dials; see docs/network.md",
         errors=(Unauthorized, NotFound), status=101,
+    ),
+    Route(
+        "POST", "/v1/responses", responses.responses, "OpenAI's responses, without state", responses_types.ResponseBody,
+        responses_types.Response, responses_types.AnyEvent, (*RUN_ERRORS, TemplateError), named=True,
+    ),
+    Route(
+        "POST", "/v1/messages", messages.messages, "Anthropic's messages", messages_types.MessageBody,
+        messages_types.MessageReply, messages_types.AnyEvent, (*RUN_ERRORS, TemplateError), named=True,
+    ),
+    Route(
+        "POST", "/v1/messages/count_tokens", messages.count_tokens, "Tokens of the prompt of a message",
+        messages_types.CountBody, messages_types.Counted, errors=(*BODY_ERRORS, TemplateError),
     ),
     Route("GET", "/v1/models", admin.models, "The model that is served, as OpenAI lists it", reply=admin_types.ModelsOut),
     Route(

@@ -13,6 +13,7 @@ from headrace_router.api.bodies import read_json, refuse_given
 from headrace_router.api.chat_requests import encode_chat
 from headrace_router.api.native_types import SimpleToken, simple_tokens
 from headrace_router.api.openai_types import ChatPrompt, Message
+from headrace_router.api.tool_types import Tool
 from headrace_router.service import SERVICE, Service
 from headrace_router.validation import check_token_ids
 
@@ -28,7 +29,7 @@ class TokenizeBody(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
+    tools: list[Tool] | None = None
 
 
 class Tokenized(Struct):
@@ -85,10 +86,11 @@ async def tokenize(request: web.Request) -> web.Response:
 async def _ids(service: Service, body: TokenizeBody) -> bytes:
     pool = service.text
     if body.messages is not None:
-        refuse_given(tools=body.tools, add_special_tokens=body.add_special_tokens)
+        refuse_given(add_special_tokens=body.add_special_tokens)
         chat = ChatPrompt(
             messages=body.messages, add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message, chat_template_kwargs=body.chat_template_kwargs,
+            tools=body.tools,
         )
         ids = (await encode_chat(service, chat)).ids
     else:

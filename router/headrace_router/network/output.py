@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from headrace._common.tokenizing import Tokenizer
 from headrace_router.network.frames import Malformed, Row
@@ -26,9 +27,7 @@ class JobOutput:
         self.lease = lease
         self._tokenizer, self._eos_ids, self._vocab_size = tokenizer, eos_ids, vocab_size
         request = lease.job.request
-        self._text = OutputText(tokenizer, request.stop, request.keep_stop, request.min_new_tokens)
-        for token_id in lease.generated:
-            self._text.push(token_id)
+        self._text = OutputText.of(tokenizer, replace(request, generated=lease.generated))
         self._began = time.perf_counter()
         self._prompt: list[PromptToken] | None = None
         self.length = len(lease.generated)

@@ -36,6 +36,8 @@ def _template_message(message: dict[str, Any], index: int) -> dict[str, Any]:
     reasoning = next((made[name] for name in _REASONING if name in made), None)
     if reasoning is not None:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
+    if "function_call" in made:
+        made["function_call"] = _template_call({"function": made["function_call"]}, index)["function"]
     if "tool_calls" in made:
         made["tool_calls"] = [_template_call(call, index) for call in made["tool_calls"]]
     return made

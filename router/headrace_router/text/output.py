@@ -5,17 +5,23 @@ from __future__ import annotations
 from headrace._common.detokenizer import Detokenizer
 from headrace._common.tokenizing import Tokenizer
 from headrace_router.text.stops import StopFinder
+from headrace_router.types import GenerateRequest
 
 
 class OutputText:
     """Turns output tokens into the text that leaves. It survives preemption: a half-written character waits here."""
 
-    __slots__ = ("_detokenizer", "_parts", "_special", "_stops", "_unstoppable")
+    __slots__ = ("_detokenizer", "_parts", "_stops", "_unstoppable")
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], keep_stop: bool, min_tokens: int = 0) -> None:
-        """`min_tokens`: the text of the first ones does not count as the beginning of a stop string."""
-        self._detokenizer = Detokenizer(tokenizer.bytes_of, tokenizer.special_ids)
-        self._special = tokenizer.special_ids
+    def __init__(
+        self, tokenizer: Tokenizer, stops: tuple[str, ...], keep_stop: bool, min_tokens: int = 0,
+        shown: tuple[int, ...] = (),
+    ) -> None:
+        """`min_tokens`: the text of the first ones does not count as the beginning of a stop string. `shown`: special tokens
+        that are text here.
+        """
+        special = tokenizer.special_ids.difference(shown) if shown else tokenizer.special_ids
+        self._detokenizer = Detokenizer(tokenizer.bytes_of, special)
         self._stops = StopFinder(stops, keep_stop) if stops else None
         self._unstoppable = min_tokens
         self._parts: list[str] = []
@@ -31,10 +37,23 @@ class OutputText:
             self._parts.append(piece)
         return piece
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, request: GenerateRequest) -> OutputText:
+        """The text of a request's output, of what it has generated elsewhere to begin with."""
+        made = cls(tokenizer, request.stop, request.keep_stop, request.min_new_tokens, request.shown_tokens)
+        for token_id in request.generated:
+            made.push(token_id)
+        return made
+
     @property
     def stopped(self) -> bool:
         """A stop string is complete."""
         return self._stops is not None and self._stops.found is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that is complete."""
+        return self._stops.found if self._stops is not None else None
 
     def finish(self) -> str:
         """What is left when no token follows: bytes that never became a character, text held for a stop string."""

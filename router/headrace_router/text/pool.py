@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 from headrace._common.errors import StartupError, TemplateError
 from headrace._common.model_folder import ModelFolder, named_templates, read_text
 from headrace._common.tokenizing import Piece, Tokenizer
+from headrace_router.text import reasoning
 from headrace_router.text.chat import ChatEncoder, template_messages
 from headrace_router.text.normalize import normalize
 from headrace_router.text.renderer import ChatRenderer, Turn
 from headrace_router.text.template_limits import MAX_SECONDS
+from headrace_router.text.tools import formats
 
 T = TypeVar("T")
 
@@ -44,8 +46,11 @@ class ChatPrompt:
 class TextPool:
     """The model's tokenizer and chat template behind a few threads."""
 
-    def __init__(self, folder: ModelFolder, workers: int, template_path: str | None, normalize: str = "none") -> None:
-        """`normalize`: one of `normalize.MODES`.
+    def __init__(
+        self, folder: ModelFolder, workers: int, template_path: str | None, normalize: str = "none",
+        tool_parser: str = "auto", reasoning_parser: str = "auto",
+    ) -> None:
+        """`normalize`, `tool_parser`, `reasoning_parser`: as the router's settings have them.
 
         Raises:
             StartupError: the tokenizer or the template file cannot be read.
@@ -53,6 +58,8 @@ class TextPool:
         self.tokenizer = Tokenizer(folder.tokenizer_path)
         self._chat = ChatEncoder(self.tokenizer)
         self._renderer, self._template_error = _load_templates(folder, template_path, self.tokenizer)
+        self.tools = formats.choose(tool_parser, self._shows)
+        self.reasoning = reasoning.choose(reasoning_parser, self._shows)
         self._mode = normalize
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
 
@@ -95,13 +102,14 @@ class TextPool:
 
     async def chat(
         self, messages: list[dict[str, Any]], most: int | None = None, turn: Turn | None = None,
-        variables: dict[str, Any] | None = None,
+        variables: dict[str, Any] | None = None, complete: bool = False,
     ) -> ChatPrompt:
         """The prompt of a conversation.
 
         Args:
             turn: how it ends; None: the assistant goes on where it stopped if it spoke last, else it is its turn.
             variables: more of them for the template; their strings are plain text, as messages are.
+            complete: write what the template does not know of tools and calls into the messages.
 
         Raises:
             TooLong: it has many more tokens than `most`.
@@ -110,7 +118,7 @@ class TextPool:
         """
         try:
             async with asyncio.timeout(2 * MAX_SECONDS):
-                return await self.run(self._render, messages, most, turn, variables or {})
+                return await self.run(self._render, messages, most, turn, variables or {}, complete)
         except TimeoutError:
             raise TemplateError("Template error: the chat template takes too long") from None
 
@@ -128,15 +136,20 @@ class TextPool:
         """Does the chat template hold `word`?"""
         return self._renderer is not None and self._renderer.mentions(word)
 
+    def _shows(self, text: str) -> bool:
+        """Does any of the chat templates hold this?"""
+        return self._renderer is not None and self._renderer.shows(text)
+
     def _render(
-        self, messages: list[dict[str, Any]], most: int | None, turn: Turn | None, variables: dict[str, Any]
+        self, messages: list[dict[str, Any]], most: int | None, turn: Turn | None, variables: dict[str, Any], complete: bool
     ) -> ChatPrompt:
         if self._renderer is None:
             raise TemplateError(self._template_error)
         ready = [{**m, "content": self._normal(m["content"])} for m in template_messages(messages)]
         if turn is None:
-            turn = "continue" if ready[-1]["role"] == "assistant" and not ready[-1].get("tool_calls") else "new"
-        rendered = self._renderer.render(ready, turn, variables)
+            calls = ready[-1].get("tool_calls") or ready[-1].get("function_call")
+            turn = "continue" if ready[-1]["role"] == "assistant" and not calls else "new"
+        rendered = self._renderer.render(ready, turn, variables, complete)
         text = rendered.text
         self._check_length(text, most)
         return ChatPrompt(text, self._chat.encode(rendered.parts))

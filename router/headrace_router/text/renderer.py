@@ -11,6 +11,7 @@ from headrace._common.errors import TemplateError
 from headrace._common.tokenizing import Tokenizer
 from headrace_router.text.chat import Marks
 from headrace_router.text.template import ChatTemplate
+from headrace_router.text.tools.prompting import adapt
 
 Turn = Literal["new", "continue", "none"]  # a new one of the assistant; its last message goes on; nothing is begun
 
@@ -83,13 +84,20 @@ class ChatRenderer:
         """Does the default template hold `word`?"""
         return self._named["default"].template.mentions(word)
 
-    def render(self, messages: list[dict[str, Any]], turn: Turn, variables: dict[str, Any]) -> Rendered:
+    def shows(self, text: str) -> bool:
+        """Does any of the templates hold this?"""
+        return any(named.template.mentions(text) for named in self._named.values())
+
+    def render(
+        self, messages: list[dict[str, Any]], turn: Turn, variables: dict[str, Any], complete: bool = False
+    ) -> Rendered:
         """The prompt of a conversation; what it is given stays as it is.
 
         Args:
             messages: at least one, as `template_messages` makes them.
             turn: how it ends.
             variables: more of them for the template, `tools` and `documents` among them.
+            complete: write what the template does not know of tools and calls into the messages.
 
         Raises:
             TemplateError: the template refused the conversation, failed, or did not come to an end.
@@ -99,6 +107,8 @@ class ChatRenderer:
         named = self._named["tool_use" if tools else "default"]
         if not named.template.mentions("developer"):  # the newer name of the system role
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        if complete:
+            messages = adapt(messages, variables.get("tools"), named.template.mentions)
         messages = [{**m, "content": _fitting(m["content"], named)} for m in messages]
         marks = Marks([messages, variables], named.control)
         marked = [marks.mark(m, named.special if m["role"] == "assistant" else named.control) for m in messages]

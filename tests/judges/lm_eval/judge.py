@@ -36,7 +36,7 @@ metric_list:
 """
 
 
-def loglikelihoods(model: str, **arguments: object) -> list[float]:
+def loglikelihoods(backend: str, **arguments: object) -> list[float]:
     """Of every choice of every row."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -46,7 +46,7 @@ def loglikelihoods(model: str, **arguments: object) -> list[float]:
     rows.write_text("\n".join(json.dumps(row) for row in ROWS))
     (folder / "little.yaml").write_text(TASK.format(rows=rows))
     result = simple_evaluate(
-        model=model, model_args=arguments, tasks=["little"], batch_size=1, log_samples=True, cache_requests=False,
+        model=backend, model_args=arguments, tasks=["little"], batch_size=1, log_samples=True, cache_requests=False,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False), device="cpu", bootstrap_iters=0,
     )
     samples = sorted(result["samples"]["little"], key=lambda sample: sample["doc_id"])

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -111,6 +112,75 @@ def parsed() -> None:
     )
     if reply.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(reply.choices[0].message.content), dict)
+
+
+WEATHER = {
+    "type": "object", "properties": {"unit": {"type": "string", "enum": ["C", "F"]}}, "required": ["unit"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "get_weather", "description": "The weather here", "parameters": WEATHER}}
+
+
+def is_call(call: Any) -> None:
+    assert call.id
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["unit"] in ("C", "F")
+
+
+@check("chat: tools required and named, streamed and not, and their results")
+def tools() -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        given = {"model": MODEL, "messages": MESSAGES, "max_tokens": 60, "tools": [TOOL], "tool_choice": choice}
+        reply = client.chat.completions.create(**given)
+        assert reply.choices[0].finish_reason == "tool_calls"
+        assert not reply.choices[0].message.content
+        is_call(reply.choices[0].message.tool_calls[0])
+        with client.chat.completions.stream(**given) as stream:
+            kinds = {event.type for event in stream}
+            message = stream.get_final_completion().choices[0].message
+        assert "tool_calls.function.arguments.done" in kinds
+        is_call(message.tool_calls[0])
+    call = reply.choices[0].message
+    result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "Rain, 7 degrees."}
+    reply = client.chat.completions.create(model=MODEL, messages=[*MESSAGES, call, result], max_tokens=8, tools=[TOOL])
+    assert reply.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
+@check("chat: tools offered, with tool_choice auto and none")
+def tools_offered() -> None:
+    for choice in ("auto", "none"):
+        given = {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+        given |= {"tools": [TOOL], "tool_choice": choice}
+        reply = client.chat.completions.create(**given)
+        assert reply.choices[0].message.content
+        text = "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(**given, stream=True))
+        assert text == reply.choices[0].message.content
+
+
+@check("responses: text, stream, items, format, function calls")
+def responses() -> None:
+    given = {"model": MODEL, "input": "Say hello.", "max_output_tokens": 8, "temperature": 0}
+    reply = client.responses.create(**given)
+    assert reply.output_text
+    assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
+    with client.responses.stream(**given) as stream:
+        events = list(stream)
+    kinds, final = [event.type for event in events], events[-1].response
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] in ("response.completed", "response.incomplete")
+    assert final.output_text == reply.output_text
+    history = [{"role": "user", "content": "Say hello."}, *reply.output, {"role": "user", "content": "Again."}]
+    assert client.responses.create(model=MODEL, input=history, max_output_tokens=4).output_text
+    shape = {"format": {"type": "json_schema", "name": "unit", "schema": WEATHER, "strict": True}}
+    assert json.loads(client.responses.create(model=MODEL, input="Unit?", max_output_tokens=60, text=shape).output_text)
+    tool = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}
+    reply = client.responses.create(model=MODEL, input="Unit?", tools=[tool], tool_choice="required", max_output_tokens=60)
+    call = reply.output[0]
+    assert (call.type, call.name) == ("function_call", "get_weather")
+    assert json.loads(call.arguments)["unit"] in ("C", "F")
+    error = raises(BadRequestError, lambda: client.responses.create(**given, previous_response_id="resp_1"))
+    assert error.param == "previous_response_id"
 
 
 @check("completions: text, list of prompts, token ids")

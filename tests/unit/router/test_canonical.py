@@ -32,7 +32,7 @@ def test_what_changes_no_output(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("changes", [
     {"prompt": [1, 2]}, {"max_new_tokens": 6}, {"stop": ("a",)}, {"keep_stop": False}, {"stop_token_ids": (4,)},
-    {"min_new_tokens": 1}, {"ignore_eos": True}, {"top_n_tokens": 1}, {"prompt_logprobs": True},
+    {"min_new_tokens": 1}, {"ignore_eos": True}, {"top_n_tokens": 1}, {"prompt_logprobs": True}, {"shown_tokens": (4,)},
     *({"sampling": dataclasses.replace(DRAWN, **{name: value})} for name, value in SAMPLINGS.items()),
 ])
 def test_what_changes_the_output(changes: dict[str, Any]) -> None:

@@ -63,14 +63,14 @@ def test_each_route_says_what_it_takes_and_answers(route: Route) -> None:
     if route.method == "POST":
         names = {resolved(parameter)["name"] for parameter in operation["parameters"]}
         assert {"X-Request-Id", "X-Headrace-Class"} <= names
-        assert ("X-Request-Timeout-Ms" in names) == ("tokenize" not in route.path)
+        assert ("X-Request-Timeout-Ms" in names) == ("token" not in route.path)
         assert {"400", "401", "403", "408", "413", "415", "429"} <= set(operation["responses"])
         assert "Retry-After" in operation["responses"]["429"]["headers"]
 
 
 @pytest.mark.parametrize("kind", [kind for route in ROUTES if route.path == "/generate" for kind in route.errors])
 def test_errors_are_as_documented(kind: type[HeadraceError]) -> None:
-    for path in ("/generate", "/v1/completions"):
+    for path in ("/generate", "/v1/completions", "/v1/messages"):
         made = answer(path, kind("text"))
         assert isinstance(made.body, bytes)
         response = DOCUMENT["paths"][path]["post"]["responses"][str(made.status)]

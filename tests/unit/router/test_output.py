@@ -70,3 +70,9 @@ def test_text_held_for_a_stop_string_comes_at_the_end(tokenizer: Tokenizer) -> N
     pieces, whole = run(tokenizer, ids, ("END",), keep=False)
     assert whole == "hello EN"
     assert pieces[-1] == "EN"
+
+
+def test_special_tokens_that_are_text(tokenizer: Tokenizer) -> None:
+    word = tokenizer.encode("hello", add_special_tokens=False)
+    text = OutputText(tokenizer, (), True, shown=(1,))
+    assert "".join(text.push(i) for i in [*word, 1, 0, *word]) == "hello<|im_start|>hello"

@@ -1,0 +1,1 @@
+"""How models write tool calls, each format as a state machine that reads one character after the other."""
