@@ -281,7 +281,7 @@ async def worker_has(net: Net, worker: Any) -> Any:
 
 
 async def test_time_ends_what_waits_and_what_stalls(tmp_path: Path) -> None:
-    async with network(tmp_path, max_queue_time=0.5, stall_timeout=0.3) as net:
+    async with network(tmp_path, max_queue_time=1.0, stall_timeout=0.6) as net:
         frozen = await net.scripted()
         job = await worker_has(net, frozen)
         late = (await net.ask()).json["id"]
@@ -295,7 +295,7 @@ async def test_time_ends_what_waits_and_what_stalls(tmp_path: Path) -> None:
 
 
 async def test_without_workers_the_refusal_is_quick(tmp_path: Path) -> None:
-    async with network(tmp_path, no_worker_wait=0.3) as net:
+    async with network(tmp_path, no_worker_wait=2.0) as net:
         early = (await net.ask()).json["id"]
         events = await net.events(early)
         assert (events[-1]["kind"], events[-1]["code"]) == ("failed", "no_capacity")

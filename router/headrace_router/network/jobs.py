@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from headrace_router.types import End, GenerateRequest, Token
 
@@ -32,8 +33,7 @@ class Job:
         return len(self.request.prompt) + self.request.max_new_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True):
     """An entry of a job's log: `started`, `resumed`, `token`, or the one terminal event.
 
     `seq` is its place in the log. `id` orders events over all attempts and is what a reader names to go on after it.
@@ -45,7 +45,7 @@ class Event:
     index: int = -1  # of a token, in the output
     token: Token | None = None
     end: End | None = None  # of `done`
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = {}
 
     @property
     def id(self) -> str:
@@ -71,8 +71,7 @@ class Lease:
     queue_seconds: float  # from submission to the first lease
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Struct, frozen=True):
     """What has come from a worker for one job: tokens from `index` on, and the end if that is known with them."""
 
     job: str

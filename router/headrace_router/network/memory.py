@@ -156,14 +156,14 @@ class MemoryBroker:
         record = self._current(news.job, news.attempt)
         if record is None:
             return False
-        known = len(record.output) - news.index
+        output, attempt = record.output, record.attempt
+        known = len(output) - news.index
         if known < 0:
             self._requeue(record, "gap", exclude=True)
             return False
-        events: list[Event] = []
-        for token in news.tokens[known:]:
-            events.append(self._event(record, "token", index=len(record.output), token=token, after=len(events)))
-            record.output.append(token.id)
+        fresh, seq, index = news.tokens[known:], len(record.log), len(output)
+        events = [Event("token", attempt, seq + k, index + k, token) for k, token in enumerate(fresh)]
+        output += [token.id for token in fresh]
         if events:
             record.lease_ends = self._clock() + self._policy.stall
             if record.weight_format is None and record.session is not None:
@@ -276,5 +276,6 @@ class MemoryBroker:
 
     def _append(self, record: _Record, events: list[Event]) -> None:
         record.log += events
-        for listener in list(record.listeners.values()):
-            listener(events)
+        if record.listeners:
+            for listener in list(record.listeners.values()):
+                listener(events)
