@@ -21,6 +21,11 @@ from headrace_shard.settings import ShardSettings, conflict
 INTERNAL = frozenset({"model_folder", "model_sha", "rank", "shard_restarts", "shard_target"})
 
 
+# Settings that mean something in one role only, where they differ from their defaults.
+OF_GATEWAYS = ("broker", "max_queue_time", "max_run_time", "no_worker_wait", "stall_timeout")
+OF_WORKERS = ("insecure", "slots")
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is to be started. `router` is None for a shard group alone."""
@@ -28,6 +33,16 @@ class Plan:
     launcher: LauncherSettings
     shard: ShardSettings
     router: RouterSettings | None
+
+    @property
+    def is_gateway(self) -> bool:
+        """Do requests run on other machines, so that there are no shards and no weights here?"""
+        return self.router is not None and self.router.role == "gateway"
+
+    @property
+    def shards(self) -> int:
+        """Shard processes to start."""
+        return 0 if self.is_gateway else self.launcher.num_shard
 
 
 def parameters(with_router: bool) -> list[click.Parameter]:
@@ -57,6 +72,7 @@ def plan(given: dict[str, Any], with_router: bool) -> Plan:
         raise click.UsageError(conflict(made.shard.dtype, made.shard.quantize))
     if made.router is not None:
         _check_router(made.router)
+        _check_role(made.router, made.launcher.num_shard)
     return made
 
 
@@ -130,6 +146,28 @@ def _check_router(router: RouterSettings) -> None:
         raise click.UsageError(f"--port {router.port}: ports end at 65535")
     if router.api_keys_file is not None and not os.access(router.api_keys_file, os.R_OK):
         raise click.UsageError(f"--api-keys-file {router.api_keys_file}: there is no such file, or it cannot be read")
+
+
+def _check_role(router: RouterSettings, num_shard: int) -> None:
+    """Refuse flags that would have no effect in the role."""
+    is_gateway = router.role == "gateway"
+    given = {f.name for f in dataclasses.fields(router) if getattr(router, f.name) != f.default}
+    for name in () if is_gateway else OF_GATEWAYS:
+        if name in given:
+            raise click.UsageError(f"--{name.replace('_', '-')} is of --role gateway")
+    for name in OF_WORKERS if router.gateway is None else ():
+        if name in given:
+            raise click.UsageError(f"--{name.replace('_', '-')} is of workers, which have --gateway")
+    if is_gateway and router.gateway is not None:
+        raise click.UsageError("--role gateway and --gateway contradict each other: a worker is started by `headrace worker`")
+    if is_gateway and router.worker_token_file is None:
+        raise click.UsageError("--role gateway needs --worker-token-file, where it writes the first token of its workers")
+    if is_gateway and router.broker != "memory://":
+        raise click.UsageError(f"--broker {router.broker} is not supported, only memory://")
+    if is_gateway and num_shard > 1:
+        raise click.UsageError(f"--num-shard {num_shard}: a gateway has no shards, its workers have")
+    if not is_gateway and router.gateway is None and router.worker_token_file is not None:
+        raise click.UsageError("--worker-token-file is of --role gateway, or of workers, which have --gateway")
 
 
 def child_environment(plan: Plan) -> dict[str, str]:

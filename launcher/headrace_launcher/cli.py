@@ -26,6 +26,17 @@ def _serve(**given: Any) -> int:
     return serve(arguments.plan(given, with_router=True))
 
 
+def _worker(**given: Any) -> int:
+    from headrace_launcher.serve import serve
+
+    if given.get("port") is None:
+        given["port"] = 0
+    plan = arguments.plan(given, with_router=True)
+    if plan.router is None or plan.router.gateway is None:
+        raise click.UsageError("a worker needs --gateway URL")
+    return serve(plan)
+
+
 def _shard(**given: Any) -> int:
     from headrace_launcher.serve import serve
 
@@ -53,6 +64,12 @@ def _group_parameters(with_router: bool) -> list[click.Parameter]:
 serve_command = click.Command(
     "serve", callback=_serve, params=_group_parameters(True), context_settings=_CONTEXT,
     help="Serve a model over HTTP: start its shards and the router, watch them, and stop them in order.",
+)
+
+worker_command = click.Command(
+    "worker", callback=_worker, params=_group_parameters(True), context_settings=_CONTEXT,
+    help="Lend this machine to a gateway (--gateway, --worker-token-file): serve a model, and run the gateway's requests too. "
+    "The port of its own API is a free one unless --port says otherwise.",
 )
 
 shard_command = click.Command(
@@ -185,7 +202,51 @@ def bench(**given: Any) -> int:
     return command.run(plan, load, given["output"], given["html"], given["svg"], model=given["model"])
 
 
+@headrace.group("worker-token")
+@click.option("--worker-token-file", required=True, help="as the gateway has it")
+@click.pass_context
+def worker_token(context: click.Context, worker_token_file: str) -> None:
+    """Tokens of a gateway's workers."""
+    from headrace_router.network.tokens import WorkerTokens
+
+    context.obj = WorkerTokens(worker_token_file)
+
+
+@worker_token.command()
+@click.option("--name", default="", help="whose it is")
+@click.pass_obj
+def create(tokens: Any, name: str) -> int:
+    """Make a token and show it, this once."""
+    click.echo(tokens.create(name))
+    return 0
+
+
+@worker_token.command("list")
+@click.pass_obj
+def list_tokens(tokens: Any) -> int:
+    """Show the tokens' ids and names."""
+    for row in tokens.rows:
+        click.echo(f"{row['id']}  {'revoked' if row['revoked'] else 'valid  '}  {row['name']}")
+    return 0
+
+
+@worker_token.command()
+@click.argument("token_id")
+@click.pass_obj
+def revoke(tokens: Any, token_id: str) -> int:
+    """Cut off the worker with this token, at once."""
+    from headrace._common.errors import NotFound
+
+    try:
+        tokens.revoke(token_id)
+    except NotFound as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
+    return 0
+
+
 headrace.add_command(serve_command)
+headrace.add_command(worker_command)
 headrace.add_command(shard_command)
 
 

@@ -36,7 +36,7 @@ def serve(plan: Plan) -> int:
             prefix = plan.launcher.shard_uds_path
             if prefix:
                 prefix = os.path.abspath(prefix)
-                sockets.prepare_prefix(prefix, plan.launcher.num_shard)
+                sockets.prepare_prefix(prefix, plan.shards)
             else:
                 prefix = str(stack.enter_context(private_folder(run_base())) / "shard")
             model = find_model(plan, stack)
@@ -53,7 +53,9 @@ def find_model(plan: Plan, stack: contextlib.ExitStack) -> Resolved:
     """The model folder; what had to go to a temporary folder is removed when `stack` closes."""
     settings = plan.launcher
     caches = CacheProvider(stack, log.warning)
-    return resolve(settings.model_id, settings.revision, settings.huggingface_hub_cache, caches, log.info)
+    return resolve(
+        settings.model_id, settings.revision, settings.huggingface_hub_cache, caches, log.info, weights=not plan.is_gateway
+    )
 
 
 def complain(text: str, as_json: bool) -> None:
@@ -70,7 +72,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _check_ports(plan: Plan) -> Plan:
     """The plan with a definite HTTP port, after a look at whether every port is free."""
     if plan.shard.shard_tcp is not None:
-        for rank in range(plan.launcher.num_shard):
+        for rank in range(plan.shards):
             sockets.check_port("127.0.0.1", plan.shard.shard_tcp + rank, "--shard-tcp")
     router = plan.router
     if router is None:

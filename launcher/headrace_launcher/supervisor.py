@@ -85,7 +85,7 @@ class Supervisor:
             nohup = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
             if not nohup:
                 loop.add_signal_handler(number, self._on_signal)
-        self._paths = sockets.prepare_prefix(self._prefix, self._plan.launcher.num_shard)
+        self._paths = sockets.prepare_prefix(self._prefix, self._plan.shards)
         dead: Child | None = None
         try:
             await self._start()
@@ -110,13 +110,15 @@ class Supervisor:
 
     async def _start(self) -> None:
         plan, ranks = self._plan, len(self._paths)
-        log.info("starting %d shard%s for %s", ranks, "s" * (ranks > 1), self._model.name)
+        log.info("starting %d shard%s for %s", ranks, "s" * (ranks != 1), self._model.name)
         await self._spawn_shards()
-        target = f"unix:{self._paths[0]}"
+        target = f"unix:{self._paths[0]}" if self._paths else ""
         if plan.router is not None:  # it waits for the leading shard by itself, so its imports cost no time
             self._router = await self._spawn_router(plan.router, target)
-        await self._guarded(self._progress("the shards load the model", self._shards_answer()))
-        breakdown = self._shards[0].startup_times or "shard ready"
+        breakdown = "a gateway, whose workers run the model"
+        if self._shards:
+            await self._guarded(self._progress("the shards load the model", self._shards_answer()))
+            breakdown = self._shards[0].startup_times or "shard ready"
         router_url = None
         if plan.router is not None:
             before = time.monotonic()

@@ -112,7 +112,7 @@ def make_app(service: Service, cors: Cors) -> web.Application:
     app[CORS] = cors
     document = make_document(ROUTES)
     app[DOCS] = Docs(msgspec.json.encode(document), make_page(document).encode())
-    add: dict[str, Callable[[str, Handler], web.RouteDef]] = {"GET": web.get, "POST": web.post}
+    add: dict[str, Callable[[str, Handler], web.RouteDef]] = {"GET": web.get, "POST": web.post, "DELETE": web.delete}
     app.add_routes([add[route.method](route.path, route.handler) for route in ROUTES])
     app.on_response_prepare.append(add_headers)
     return app

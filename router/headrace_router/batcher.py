@@ -86,11 +86,10 @@ class Batcher:
     def submit(self, request: GenerateRequest) -> TokenStream:
         """Queue a request; a closed batcher fails it at once."""
         self._last_arrival += 1
-        text = OutputText(
-            self._tokenizer, request.stop, request.keep_stop, request.min_new_tokens, request.shown_tokens
-        )
+        text = OutputText.of(self._tokenizer, request)
         stream = TokenStream(lambda: self._cancel(entry))
         entry = Entry(request, self._last_arrival, text, stream)
+        entry.output.extend(request.generated)
         if self._closed is not None:
             stream.fail(GenerationFailed(self._closed))
             return stream

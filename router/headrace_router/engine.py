@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
+from headrace.v1 import generation_pb2 as pb
 from headrace_router.streams import TokenStream
 from headrace_router.types import GenerateRequest
 
@@ -17,3 +19,64 @@ class Engine(Protocol):
         Closing the stream before that cancels the request.
         """
         ...
+
+
+class Core(Engine, Protocol):
+    """The engine behind all others of a router."""
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Start its tasks, which never end by themselves: one that does has failed."""
+        ...
+
+    async def close(self, reason: str) -> None:
+        """Fail what runs and waits, and stop."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        ...
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the waiting requests may take."""
+        ...
+
+    def ahead(self, workload: str) -> int:
+        """Requests that go before a new one of this class."""
+        ...
+
+    @property
+    def backlog(self) -> int:
+        """Requests in the queue beyond those that there are free places for."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Requests that have a place."""
+        ...
+
+    @property
+    def running_tokens(self) -> int:
+        """Tokens that the running requests may grow to."""
+        ...
+
+
+class Backend(Protocol):
+    """What runs the model: its facts, and whether it is well."""
+
+    info: pb.InfoResponse
+    capacity: pb.WarmupResponse
+    problem: str | None
+
+    @property
+    def healthy(self) -> bool: ...
+
+    async def connect(self, patience: float) -> None:
+        """
+        Raises:
+            StartupError: it was not well in time, in seconds.
+        """
+        ...
+
+    async def close(self) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from aiohttp import web
@@ -22,14 +22,14 @@ from headrace._common.errors import (
     TooSlow,
     Unhealthy,
 )
-from headrace_router.engine import Engine
+from headrace_router.engine import Backend, Engine
 from headrace_router.grammars import GrammarChecker
 from headrace_router.limits import Limits
 from headrace_router.metrics import Gauges, Metrics
+from headrace_router.network.role import Network
 from headrace_router.pace import Forecast, Pace
 from headrace_router.rates import Meters
 from headrace_router.settings import RouterSettings
-from headrace_router.shard_client import ShardClient
 from headrace_router.tenants import Tenants
 from headrace_router.text.pool import TextPool
 from headrace_router.types import End, GenerateRequest
@@ -49,7 +49,7 @@ class Service:
 
     settings: RouterSettings
     limits: Limits
-    shard: ShardClient
+    shard: Backend
     text: TextPool
     engine: Engine
     metrics: Metrics
@@ -60,6 +60,8 @@ class Service:
     forecast: Forecast
     tokenizer_hash: str
     grammars: GrammarChecker
+    network: Network | None = None  # of a gateway
+    background: set[asyncio.Task[None]] = field(default_factory=set)  # requests that nobody need be connected for
     draining: bool = False
     active: int = 0  # permits taken
     last_id: int = 0

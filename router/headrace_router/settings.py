@@ -92,5 +92,33 @@ class RouterSettings:
     shard_restarts: bool = option(
         False, "the shard comes back when it dies: its requests wait and resume, instead of failing", env=None
     )
+    role: str = option(
+        "all", "all: run requests on shards of this machine; gateway: on workers that dial in, without shards",
+        env="HEADRACE_ROLE", choices=("all", "gateway"),
+    )
+    gateway: str | None = option(
+        None, "URL of the gateway to work for, as wss://example.org", env="HEADRACE_GATEWAY",
+    )
+    worker_token_file: str | None = option(
+        None, "file with the token that workers show; a gateway writes the first one there",
+        env="HEADRACE_WORKER_TOKEN_FILE",
+    )
+    slots: int | None = option(
+        None, "requests that a worker takes at once; --max-batch-size if not given", env="HEADRACE_SLOTS", minimum=1
+    )
+    insecure: bool = option(False, "let a worker use ws:// beyond this machine: its token can be read on the way", env=None)
+    broker: str = option("memory://", "where a gateway keeps its requests; only memory:// so far", env="HEADRACE_BROKER")
+    max_queue_time: float = option(
+        60.0, "seconds that a gateway's request may wait for a worker", env="HEADRACE_MAX_QUEUE_TIME", minimum=0.1
+    )
+    max_run_time: float = option(
+        600.0, "seconds from a gateway's first worker for a request to its end", env="HEADRACE_MAX_RUN_TIME", minimum=1
+    )
+    stall_timeout: float = option(
+        10.0, "seconds between two tokens after which another worker goes on", env="HEADRACE_STALL_TIMEOUT", minimum=0.1
+    )
+    no_worker_wait: float = option(
+        10.0, "seconds without a worker after which a gateway refuses requests", env="HEADRACE_NO_WORKER_WAIT", minimum=0
+    )
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")

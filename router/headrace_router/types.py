@@ -55,6 +55,7 @@ class GenerateRequest:
     tenant: Tenant = ANONYMOUS
     workload: str = "chat"  # one of tenants.CLASSES
     deadline: float | None = None  # of time.perf_counter(): too late for anything
+    generated: tuple[int, ...] = ()  # output that it has already, from elsewhere; counted, not sent again
 
 
 @dataclass(frozen=True, slots=True)

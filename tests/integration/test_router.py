@@ -374,7 +374,7 @@ async def test_prompt_refusals(server: Running, prompt: object) -> None:
 async def test_the_key_guards_every_post_route(start: Start) -> None:
     async with start(api_key="SeCrEt") as server:
         paths = [r.resource.canonical for r in server.router._runner.app.router.routes() if r.method == "POST" and r.resource]
-        assert len(paths) == 13
+        assert len(paths) == 14
         for path in [*paths, "/nope"]:
             reply = await server.post(path, {"inputs": "x"})
             assert reply.status == 401

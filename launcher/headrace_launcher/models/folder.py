@@ -25,7 +25,7 @@ _CONVERT = (
 _CONVERT_SECONDS = 300
 
 
-def resolve(path: Path, caches: CacheProvider, say: Callable[[str], None]) -> Path:
+def resolve(path: Path, caches: CacheProvider, say: Callable[[str], None], need_weights: bool = True) -> Path:
     """The model folder for a local folder: itself, unless its tokenizer must be converted.
 
     Raises:
@@ -36,7 +36,7 @@ def resolve(path: Path, caches: CacheProvider, say: Callable[[str], None]) -> Pa
     config = read_json(path / "config.json")
     if (path / GGUF_NAME).is_file():
         gguf_header.read(path / GGUF_NAME)
-    else:
+    elif need_weights:
         weights.check_folder(path, config)
     if "auto_map" in config:
         logging.getLogger(__name__).warning("%s carries code of its own, which is not run", path)

@@ -16,7 +16,8 @@ SUBFOLDERS = ["*/*"]
 
 
 def download(
-    model_id: str, revision: str | None, hub_cache: str | None, caches: CacheProvider, say: Callable[[str], None]
+    model_id: str, revision: str | None, hub_cache: str | None, caches: CacheProvider, say: Callable[[str], None],
+    weights: bool = True,
 ) -> Path:
     """The snapshot folder of a hub model. Its name is the commit.
 
@@ -36,7 +37,8 @@ def download(
     say(f"looking for {what} on the hub")
     try:
         return Path(snapshot_download(
-            model_id, revision=revision, cache_dir=folder, allow_patterns=FILES, ignore_patterns=SUBFOLDERS
+            model_id, revision=revision, cache_dir=folder, ignore_patterns=SUBFOLDERS,
+            allow_patterns=FILES if weights else FILES[1:],
         ))
     except errors.GatedRepoError:
         raise StartupError(f"{what} is gated: ask for access on its page and set HF_TOKEN") from None

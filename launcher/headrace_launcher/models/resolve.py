@@ -25,22 +25,25 @@ class Resolved:
 
 
 def resolve(
-    model_id: str, revision: str | None, hub_cache: str | None, caches: CacheProvider, say: Callable[[str], None]
+    model_id: str, revision: str | None, hub_cache: str | None, caches: CacheProvider, say: Callable[[str], None],
+    weights: bool = True,
 ) -> Resolved:
-    """Find, download or convert the model. `say` gets a line of progress now and then.
+    """Find, download or convert the model. `say` gets a line of progress now and then. Without `weights` a folder or a hub
+    model need not have any, and none are downloaded; GGUF files are always whole, since their tokenizer is within.
 
     Raises:
         StartupError: there is no such model, or it cannot be served; one line that names the file or folder at fault.
     """
     try:
-        return _resolve(model_id, revision, hub_cache, caches, say)
+        return _resolve(model_id, revision, hub_cache, caches, say, weights)
     except OSError as error:  # no right to look, a full disk
         where = error.filename or model_id or embedded.NAME
         raise StartupError(f"cannot prepare {model_id or embedded.NAME}: {where}: {error.strerror}") from None
 
 
 def _resolve(
-    model_id: str, revision: str | None, hub_cache: str | None, caches: CacheProvider, say: Callable[[str], None]
+    model_id: str, revision: str | None, hub_cache: str | None, caches: CacheProvider, say: Callable[[str], None],
+    weights: bool = True,
 ) -> Resolved:
     path = Path(model_id).expanduser().absolute() if model_id else Path()
     if revision is not None and (not model_id or path.exists() or not _is_hub_id(model_id)):
@@ -49,7 +52,7 @@ def _resolve(
     if not model_id or (model_id == embedded.NAME and not path.exists()):
         return Resolved(embedded.resolve(caches, say), embedded.NAME, embedded.GGUF_SHA256)
     if path.is_dir():
-        return Resolved(folder.resolve(path, caches, say), model_id, None)
+        return Resolved(folder.resolve(path, caches, say, weights), model_id, None)
     if model_id.lower().endswith(".gguf"):
         return Resolved(gguf_file.resolve(path, caches, say), path.stem, None)
     if path.exists():
@@ -58,8 +61,8 @@ def _resolve(
         raise StartupError(
             f"{model_id} does not exist: give a folder with config.json and *.safetensors, a .gguf file, or a hub id"
         )
-    snapshot = hub.download(model_id, revision, hub_cache, caches, say)
-    return Resolved(folder.resolve(snapshot, caches, say), model_id, snapshot.name)
+    snapshot = hub.download(model_id, revision, hub_cache, caches, say, weights)
+    return Resolved(folder.resolve(snapshot, caches, say, weights), model_id, snapshot.name)
 
 
 def _is_hub_id(text: str) -> bool:

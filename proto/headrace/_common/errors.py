@@ -52,6 +52,10 @@ class NotFound(HeadraceError):
     """An unknown batch, route or model."""
 
 
+class Conflict(HeadraceError):
+    """The idempotency key was used before, for another request."""
+
+
 class ModelNotFound(NotFound):
     """The model that is asked about is not served."""
 
@@ -144,6 +148,7 @@ TABLE: dict[type[HeadraceError], Mapping] = {
     TooSlow: Mapping(408, "DEADLINE_EXCEEDED", "timeout", "timeout_error"),
     NotFound: Mapping(404, "NOT_FOUND", "not_found", "invalid_request_error"),
     ModelNotFound: Mapping(404, "NOT_FOUND", "not_found", "invalid_request_error"),
+    Conflict: Mapping(409, "ALREADY_EXISTS", "conflict", "invalid_request_error"),
     MethodNotAllowed: Mapping(405, "UNIMPLEMENTED", "method_not_allowed", "invalid_request_error"),
     Unauthorized: Mapping(401, "UNAUTHENTICATED", "authentication", "invalid_request_error"),
     Forbidden: Mapping(403, "PERMISSION_DENIED", "permission", "permission_error"),

@@ -131,7 +131,7 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
         "operationId": f"{route.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_') or 'root'}",
         "summary": route.summary, "tags": [_tag(route)],
         "parameters": [_reference("parameters", "request_id")],
-        "responses": {"200": _reply(route, schemas), **_errors(route, openai, schemas)},
+        "responses": {str(route.status): _reply(route, schemas), **_errors(route, openai, schemas)},
     }
     for name in re.findall(r"\{(\w+)\}", path):
         made["parameters"].append({"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from headrace._common.errors import (
     BodyTooLarge,
+    Conflict,
     DeadlineExceeded,
     Forbidden,
     GenerationFailed,
@@ -18,6 +19,7 @@ from headrace._common.errors import (
     InvalidRequest,
     MalformedBody,
     ModelNotFound,
+    NotFound,
     Overloaded,
     QueueFull,
     RateLimited,
@@ -39,9 +41,11 @@ from headrace_router.api import (
     native_types,
     openai,
     openai_types,
+    requests,
     responses,
     responses_types,
     tokens,
+    workers,
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -70,12 +74,14 @@ class Route:
     events: Any = None  # what each Server-Sent Event holds, if the answer may be a stream
     errors: tuple[type[HeadraceError], ...] = ()
     media: str = "application/json"  # of the reply
+    own: bool = False  # shows what belongs to a tenant, whatever the method
+    status: int = 200  # of the answer that is no error
     named: bool = False  # events have names, and nothing follows the last one
 
     @property
     def keyed(self) -> bool:
         """Does it need an API key where keys are set?"""
-        return self.method == "POST"
+        return self.method == "POST" or self.own
 
 
 ROUTES = (
@@ -120,6 +126,31 @@ ROUTES = (
     Route(
         "POST", "/v1/completions", openai.completions, "OpenAI's completions", openai_types.CompletionBody,
         openai_types.CompletionReply, openai_types.CompletionChunk, RUN_ERRORS,
+    ),
+    Route(
+        "POST", "/v1/requests", requests.create, "Of a gateway: take a request that runs whoever listens",
+        native_types.GenerateBody, requests.Accepted, errors=(*RUN_ERRORS, NotFound, Conflict), status=202,
+    ),
+    Route(
+        "GET", "/v1/requests/{id}", requests.show, "Of a gateway: the state of a request", reply=requests.RequestOut,
+        errors=(Unauthorized, NotFound), own=True,
+    ),
+    Route(
+        "GET", "/v1/requests/{id}/events", requests.events,
+        "Of a gateway: a request's events, from the one after Last-Event-ID", events=requests.EVENTS,
+        errors=(InvalidRequest, Unauthorized, NotFound), own=True,
+    ),
+    Route(
+        "DELETE", "/v1/requests/{id}", requests.delete, "Of a gateway: give a request up", errors=(Unauthorized, NotFound),
+        own=True, status=204,
+    ),
+    Route(
+        "GET", "/v1/workers", workers.workers, "Of a gateway: the workers that are connected", reply=workers.WorkersOut,
+        errors=(NotFound,),
+    ),
+    Route(
+        "GET", "/v1/worker/connect", workers.connect, "Of a gateway: the WebSocket that a worker dials; see docs/network.md",
+        errors=(Unauthorized, NotFound), status=101,
     ),
     Route(
         "POST", "/v1/responses", responses.responses, "OpenAI's responses, without state", responses_types.ResponseBody,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace._common.detokenizer import Detokenizer
 from headrace._common.tokenizing import Tokenizer
 from headrace_router.text.stops import StopFinder
+from headrace_router.types import GenerateRequest
 
 
 class OutputText:
@@ -35,6 +36,14 @@ class OutputText:
         if piece:
             self._parts.append(piece)
         return piece
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, request: GenerateRequest) -> OutputText:
+        """The text of a request's output, of what it has generated elsewhere to begin with."""
+        made = cls(tokenizer, request.stop, request.keep_stop, request.min_new_tokens, request.shown_tokens)
+        for token_id in request.generated:
+            made.push(token_id)
+        return made
 
     @property
     def stopped(self) -> bool:

@@ -208,3 +208,18 @@ def test_the_launcher_imports_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_gateway_has_no_shards_and_needs_a_token_file() -> None:
+    made = plan("--role", "gateway", "--worker-token-file", "t", "--max-queue-time", "3")
+    assert (made.is_gateway, made.shards) == (True, 0)
+    assert not plan().is_gateway
+    assert "--worker-token-file" in refusal("--role", "gateway")
+    assert "--num-shard 2" in refusal("--role", "gateway", "--worker-token-file", "t", "--num-shard", "2")
+    assert "--broker redis://x" in refusal("--role", "gateway", "--worker-token-file", "t", "--broker", "redis://x")
+    assert "contradict" in refusal("--role", "gateway", "--worker-token-file", "t", "--gateway", "wss://x")
+
+
+@pytest.mark.parametrize("flags", [("--max-queue-time", "3"), ("--slots", "3"), ("--insecure",), ("--worker-token-file", "t")])
+def test_flags_of_another_role_are_refused(flags: tuple[str, ...]) -> None:
+    assert flags[0] in refusal(*flags)

@@ -1,0 +1,114 @@
+"""The network's side doors: where workers dial in, and who is there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from aiohttp import WSMsgType, web
+from msgspec import Struct
+
+from headrace._common.errors import NotFound, Unauthorized
+from headrace_router.network import frames
+from headrace_router.network.role import LEASE_SECONDS, MOST_SLOTS, Network
+from headrace_router.service import SERVICE
+
+HELLO_SECONDS = 10.0
+
+
+class WorkerOut(Struct):
+    """A connected worker."""
+
+    session: str
+    token: str  # id of its token
+    agent: str
+    model: str
+    weight_format: str
+    slots: int
+    running: int
+    tokens: int  # since it joined
+    tokens_per_second: float
+    connected: int  # Unix time
+
+
+class WorkersOut(Struct):
+    """The network as it is now."""
+
+    workers: list[WorkerOut]
+    queue: int
+    running: int
+
+
+def network_of(request: web.Request) -> Network:
+    """
+    Raises:
+        NotFound: this server is no gateway.
+    """
+    network = request.app[SERVICE].network
+    if network is None:
+        raise NotFound("only a server with --role gateway has this route")
+    return network
+
+
+async def workers(request: web.Request) -> web.Response:
+    """Who is connected, and what they do."""
+    gateway = network_of(request).gateway
+    rows = [
+        WorkerOut(
+            s.id, s.worker, s.hello.agent[:64], s.model.id, s.model.format, s.slots, len(s.outputs), s.tokens,
+            round(s.tokens_per_second, 1), int(s.connected),
+        )
+        for s in gateway.sessions.values()
+    ]
+    body = WorkersOut(rows, gateway.waiting, gateway.running)
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+async def connect(request: web.Request) -> web.StreamResponse:
+    """The WebSocket of a worker. Who may not come in is told so before the upgrade.
+
+    Raises:
+        Unauthorized: no token that is known.
+    """
+    network = network_of(request)
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    worker = network.tokens.find(token.strip()) if scheme.lower() == "bearer" else None
+    if worker is None:
+        raise Unauthorized("a valid worker token is needed: `Authorization: Bearer wk_...`")
+    offered = {name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",")}
+    protocol = next((name for name in frames.PROTOCOLS if name in offered), None)
+    if protocol is None:
+        text = f"the worker protocol must be one of {', '.join(frames.PROTOCOLS)}"
+        return web.json_response(
+            {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": "protocol"}}, status=426,
+            headers={"Upgrade": "websocket", "Connection": "Upgrade"},
+        )
+    socket = web.WebSocketResponse(
+        protocols=(protocol,), heartbeat=frames.HEARTBEAT, max_msg_size=frames.MAX_FRAME, compress=False, timeout=2.0
+    )
+    await socket.prepare(request)
+    await _serve(network, socket, frames.Codec(protocol, frames.FromWorker), worker)
+    return socket
+
+
+async def _serve(network: Network, socket: web.WebSocketResponse, codec: frames.Codec, worker: str) -> None:
+    try:
+        hello = await _hello(socket, codec)
+    except (TimeoutError, frames.Malformed):
+        await socket.close(code=4400, message=b"the first frame must be a hello, within 10 s")
+        return
+    if (reason := network.mismatch(hello)) is not None:
+        refusal = codec.encode(frames.Refusal(4409, reason))
+        await (socket.send_str(refusal.decode()) if codec.is_text else socket.send_bytes(refusal))
+        await socket.close(code=4409, message=reason.encode()[:120])
+        return
+    await network.gateway.serve_worker(socket, codec, hello, worker, min(hello.slots, MOST_SLOTS), LEASE_SECONDS)
+
+
+async def _hello(socket: web.WebSocketResponse, codec: frames.Codec) -> frames.Hello:
+    async with asyncio.timeout(HELLO_SECONDS):
+        message = await socket.receive()
+    frame = codec.decode(message.data) if message.type in (WSMsgType.TEXT, WSMsgType.BINARY) else None
+    if not isinstance(frame, frames.Hello):
+        raise frames.Malformed("no hello")
+    return frame

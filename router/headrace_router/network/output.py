@@ -1,0 +1,104 @@
+"""The output of one leased job: token ids from a worker into tokens with text, and the end that they tell.
+
+The gateway itself finds the end: end tokens, stop tokens, stop strings and the limit of tokens are its request's, so that a
+worker cannot go past them, and a worker that is lost after its last token is not asked for more.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from headrace._common.tokenizing import Tokenizer
+from headrace_router.network.frames import Malformed, Row
+from headrace_router.network.jobs import Lease, Progress
+from headrace_router.text.output import OutputText
+from headrace_router.types import End, FinishReason, PromptToken, Token, TopToken
+
+FINISHES: dict[str, FinishReason] = {"eos": "eos_token", "length": "length", "stop": "stop_sequence"}
+
+
+class JobOutput:
+    """One attempt at one job."""
+
+    def __init__(self, lease: Lease, tokenizer: Tokenizer, eos_ids: Collection[int], vocab_size: int) -> None:
+        self.lease = lease
+        self._tokenizer, self._eos_ids, self._vocab_size = tokenizer, eos_ids, vocab_size
+        request = lease.job.request
+        self._text = OutputText.of(tokenizer, replace(request, generated=lease.generated))
+        self._began = time.perf_counter()
+        self._prompt: list[PromptToken] | None = None
+        self.length = len(lease.generated)
+        self.ended = False
+
+    def take_prompt(self, rows: Sequence[tuple[int, float | None, list[tuple[int, float]] | None]]) -> None:
+        """Log probabilities of the prompt, to go out with the first token."""
+        tops = ([TopToken(*pair) for pair in top] if top is not None else None for _, _, top in rows)
+        self._prompt = [PromptToken(i, p, top) for (i, p, _), top in zip(rows, tops, strict=True)]
+
+    def take(self, rows: Sequence[Row]) -> Progress:
+        """New tokens, the first of them at the index of the first row.
+
+        Raises:
+            Malformed: the rows do not follow each other, or a token is not in the vocabulary.
+        """
+        first = rows[0][2]
+        tokens: list[Token] = []
+        end = None
+        for place, (_, _, index, token_id, logprob, _, top) in enumerate(rows):
+            if index != first + place or not 0 <= token_id < self._vocab_size:
+                raise Malformed(f"token {token_id} at {index} does not follow")
+            if index < self.length or end is not None:
+                continue  # is in the log; or beyond the end
+            if index > self.length:
+                break  # a gap: the broker sees it by the index
+            token, reason = self._make(token_id, logprob, top)
+            tokens.append(token)
+            if reason is not None:
+                end = self.end(reason)
+        return Progress(self.lease.job.id, self.lease.attempt, max(first, self.length - len(tokens)), tokens, end)
+
+    def _make(self, token_id: int, logprob: float | None, top: list[tuple[int, float]]) -> tuple[Token, FinishReason | None]:
+        request = self.lease.job.request
+        self.length += 1
+        reason: FinishReason | None = None
+        silent = False  # an end token is no part of the text
+        if token_id in self._eos_ids and not request.ignore_eos:
+            reason, silent = "eos_token", True
+        elif token_id in request.stop_token_ids:
+            reason, silent = "stop_sequence", not request.keep_stop
+        elif self.length >= request.max_new_tokens:
+            reason = "length"
+        text = "" if silent else self._text.push(token_id)
+        if reason is not None:
+            text += self._text.finish()
+        if self._text.stopped:
+            reason = "stop_sequence"
+        special = silent or token_id in self._tokenizer.special_ids
+        token = Token(token_id, math.nan if logprob is None else logprob, text, special)
+        token.top = [TopToken(*pair) for pair in top] if request.top_n_tokens else None
+        token.prompt, self._prompt = self._prompt, None
+        return token, reason
+
+    def finish(self, reason: str) -> Progress:
+        """The worker says that it has ended, with no token that tells it.
+
+        Raises:
+            Malformed: for no reason that there is.
+        """
+        if reason not in FINISHES:
+            raise Malformed(f"finish {reason[:20]!r} is none of {', '.join(FINISHES)}")
+        self._text.finish()
+        return Progress(self.lease.job.id, self.lease.attempt, self.length, [], self.end(FINISHES[reason]))
+
+    def end(self, reason: FinishReason) -> End:
+        """What `done` tells."""
+        self.ended = True
+        request = self.lease.job.request
+        return End(
+            finish_reason=reason, text=self._text.text, generated_tokens=self.length, input_length=len(request.prompt),
+            seed=request.sampling.seed, cached_tokens=0, queue_seconds=self.lease.queue_seconds,
+            inference_seconds=time.perf_counter() - self._began,
+        )

@@ -1,0 +1,178 @@
+"""What a router in the role of a gateway has in place of a shard: the network of workers, and who may join it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import weakref
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from urllib.parse import urlsplit
+
+from headrace._common.errors import StartupError
+from headrace._common.model_folder import ModelFolder
+from headrace.v1 import generation_pb2 as pb
+from headrace_router.network.frames import Hello
+from headrace_router.network.gateway import Gateway
+from headrace_router.network.jobs import Policy
+from headrace_router.network.tokens import WorkerTokens, read_token
+from headrace_router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 15.0
+MOST_REQUESTS = 1024  # at workers at once; what a gateway tells as its batch size
+MOST_SLOTS = 1024  # of one worker
+DEFAULT_LENGTH = 4096  # tokens, of a model that does not say its own
+WATCH_SECONDS = 1.0
+MOST_KEYS = 10_000  # idempotency keys
+FEATURES = ("logprobs", "top_n_tokens", "prompt_logprobs", "prompt_top_n_tokens", "watermark", "grammar")
+
+
+class NetworkBackend:
+    """The facts that a shard would tell, from the model folder: a gateway has no weights and no torch."""
+
+    def __init__(self, folder: ModelFolder, model_id: str, tokens: int) -> None:
+        """`tokens`: of the tokenizer, for a config that does not say how large its vocabulary is."""
+        total = folder.max_positions or DEFAULT_LENGTH
+        self.info = pb.InfoResponse(
+            model_id=model_id, device="network", vocab_size=int(folder.text_config.get("vocab_size") or tokens),
+            eos_token_ids=folder.eos_token_ids, max_input_tokens=total - 1, max_total_tokens=total,
+            max_batch_size=MOST_REQUESTS, features=FEATURES,
+        )
+        self.capacity = pb.WarmupResponse(max_batch_total_tokens=total * MOST_REQUESTS)
+        self.problem: str | None = None
+
+    @property
+    def healthy(self) -> bool:
+        return self.problem is None
+
+    async def connect(self, patience: float) -> None:
+        """There is nothing to wait for: workers come and go."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass
+class Network:
+    """The gateway, and whom it lets in."""
+
+    gateway: Gateway
+    tokens: WorkerTokens
+    model_id: str
+    model_sha: str | None
+    tokenizer_hash: str
+    keys: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # idempotency key -> (hash of the body, request)
+    _locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(default_factory=weakref.WeakValueDictionary)
+
+    @contextlib.asynccontextmanager
+    async def keys_lock(self, key: str) -> AsyncIterator[None]:
+        """One at a time asks with a key."""
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            yield
+
+    def remember(self, key: str, digest: bytes, job: str) -> None:
+        """Keep a key; the oldest go when there are too many."""
+        self.keys.pop(key, None)
+        self.keys[key] = (digest, job)
+        while len(self.keys) > MOST_KEYS:
+            self.keys.pop(next(iter(self.keys)))
+
+    def mismatch(self, hello: Hello) -> str | None:
+        """Why a worker cannot serve this gateway's model, naming both sides; None if it can.
+
+        Names are compared without the folder that they are in, which is each machine's own.
+        """
+        if not hello.models or hello.slots < 1:
+            return "the worker serves no model, or has no slots"
+        model = hello.models[0]
+        if PurePath(model.id).name != PurePath(self.model_id).name:
+            return f"the model is {self.model_id} here, {model.id[:200]} there"
+        if None not in (model.revision, self.model_sha) and model.revision != self.model_sha:
+            return f"the revision is {self.model_sha} here, {str(model.revision)[:64]} there"
+        if model.tokenizer_hash != self.tokenizer_hash:
+            there = str(model.tokenizer_hash)[:12]
+            return f"the tokenizer of {self.model_id} is {self.tokenizer_hash[:12]} here, {there} there"
+        return None
+
+    async def watch(self) -> None:
+        """Read the workers' tokens again when they change, and cut off the revoked; never returns."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                changed = self.tokens.reload()
+            except StartupError as error:
+                log.error("the worker tokens are not reloaded: %s", error)
+                continue
+            for session in list(self.gateway.sessions.values()) if changed else []:
+                if not self.tokens.valid(session.worker):
+                    session.close(4401, "the token was revoked")
+
+
+def policy(settings: RouterSettings, max_queue_size: int) -> Policy:
+    """The broker's rules."""
+    return Policy(
+        max_queue_size, max_queue_time=settings.max_queue_time, max_run_time=settings.max_run_time, lease=LEASE_SECONDS,
+        stall=settings.stall_timeout,
+    )
+
+
+def joining(settings: RouterSettings) -> str:
+    """The token of a worker that joins a gateway.
+
+    Raises:
+        StartupError: the gateway's URL or the token is missing or not usable, or the token would cross a network in the open.
+    """
+    url = urlsplit(settings.gateway or "")
+    if url.scheme not in ("ws", "wss") or not url.hostname:
+        raise StartupError(f"--gateway {settings.gateway} must be a URL that begins with wss:// or ws://")
+    local = url.hostname in ("localhost", "::1") or url.hostname.startswith("127.")
+    if url.scheme == "ws" and not local and not settings.insecure:
+        text = "ws:// beyond this machine shows the token to who listens on the way; use wss://, or say --insecure"
+        raise StartupError(f"--gateway {settings.gateway}: {text}")
+    if settings.worker_token_file is None:
+        raise StartupError("--gateway needs --worker-token-file: the token that the gateway's operator has given out")
+    return read_token(settings.worker_token_file)
+
+
+def check(settings: RouterSettings) -> str:
+    """The file of the gateway's tokens.
+
+    Raises:
+        StartupError: a setting is missing, or asks for what there is not.
+    """
+    if settings.broker != "memory://":
+        raise StartupError(f"--broker {settings.broker}: only memory:// is supported")
+    if settings.gateway is not None:
+        raise StartupError("--gateway is for workers; a gateway has --role gateway")
+    if settings.worker_token_file is None:
+        raise StartupError("--role gateway needs --worker-token-file: the first token of its workers is written there")
+    return settings.worker_token_file
+
+
+def render(network: Network) -> str:
+    """The network's metrics in Prometheus' text format."""
+    gateway, out = network.gateway, []
+    broker, counts, sessions = gateway.broker, gateway.broker.counts, list(gateway.sessions.values())
+
+    def family(name: str, kind: str, help: str, rows: dict[str, int]) -> None:
+        out.extend([f"# HELP {name} {help}", f"# TYPE {name} {kind}", *(f"{name}{labels} {n}" for labels, n in rows.items())])
+
+    def labelled(label: str, values: dict[str, int]) -> dict[str, int]:
+        return {f'{{{label}="{key}"}}': value for key, value in values.items()}
+
+    family("wn_workers", "gauge", "Workers that are connected", {"": len(sessions)})
+    slots = {"used": sum(len(s.outputs) for s in sessions), "granted": sum(s.slots for s in sessions)}
+    family("wn_worker_slots", "gauge", "Requests that workers run, and may run", labelled("state", slots))
+    family("wn_queue_depth", "gauge", "Requests that wait for a worker", {"": broker.waiting})
+    family("wn_running", "gauge", "Requests at workers", {"": broker.leased})
+    family("wn_requests_total", "counter", "Requests that were accepted", {"": counts.accepted})
+    family("wn_terminal_events_total", "counter", "Requests that have ended", labelled("kind", counts.outcomes))
+    family("wn_redeliveries_total", "counter", "Requests given to another worker", labelled("reason", counts.redeliveries))
+    family("wn_stale_frames_total", "counter", "News of attempts that were over", {"": counts.stale_frames})
+    family("wn_lease_expired_total", "counter", "Leases that lapsed", {"": counts.redeliveries.get("lease", 0)})
+    family("wn_resume_tokens_total", "counter", "Tokens that another worker went on after", {"": counts.resumed_tokens})
+    return "\n".join(out) + "\n"
