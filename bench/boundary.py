@@ -17,10 +17,10 @@ from typing import Any
 
 import uvloop
 
-from bench import load
 from bench.figures import Figure, Result
 from bench.processes import RouterProcess, ScriptedShard, cpu_between, cpu_seconds
-from bench.stats import median
+from headrace_launcher.bench import load
+from headrace_launcher.bench.stats import median
 from tests.models import write_tiny_model
 
 REQUESTS = 64

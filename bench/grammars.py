@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 
 from bench.figures import Figure, Result
-from bench.stats import median
 from headrace._common.grammars import Grammar
 from headrace.v1 import generation_pb2 as pb
+from headrace_launcher.bench.stats import median
 from headrace_router.grammars import GrammarChecker
 from tests.processes import Service
 

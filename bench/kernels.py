@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from bench.machine import facts
-from bench.stats import median
 from headrace._common.model_folder import ModelFolder
+from headrace_launcher.bench.stats import median
 from headrace_shard.kv.blocks import BLOCK_SIZE, blocks_for
 from headrace_shard.loading import Loaded, load
 from headrace_shard.settings import DTYPES, QUANTIZATIONS, ShardSettings

@@ -20,8 +20,8 @@ import torch
 
 from bench.kernels import CONTEXT, decode_step
 from bench.machine import facts
-from bench.stats import median
 from headrace._common.model_folder import ModelFolder
+from headrace_launcher.bench.stats import median
 from headrace_shard.loading import load, meet
 from headrace_shard.parallel.distributed import DistributedGroup
 from headrace_shard.parallel.group import Group

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.figures import Figure, Result
 from bench.processes import RouterProcess, ScriptedShard, child_of, cpu_between, cpu_seconds, embedded_model, rss_mb
-from bench.stats import median
+from headrace_launcher.bench.stats import median
 from tests.processes import START, Service
 
 STARTS = 3

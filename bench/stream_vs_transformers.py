@@ -14,12 +14,12 @@ from typing import Any
 
 import uvloop
 
-from bench import load
 from bench.figures import Figure, Result
 from bench.processes import embedded_model, roofline
-from bench.prompts import numbered_list
-from bench.stats import median
 from headrace._common.tokenizing import Tokenizer
+from headrace_launcher.bench import load
+from headrace_launcher.bench.prompts import numbered_list
+from headrace_launcher.bench.stats import median
 from tests.processes import Service
 
 THREADS = 2

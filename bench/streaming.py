@@ -21,7 +21,7 @@ import uvloop
 from bench.figures import Figure, Result
 from bench.processes import RouterProcess, ScriptedShard, cpu_between, cpu_seconds, rss_mb
 from bench.raw_streams import Crowd, Stream
-from bench.stats import median
+from headrace_launcher.bench.stats import median
 from tests.fakes.text_models import write_text_model
 
 STREAMS = 100

@@ -9,7 +9,7 @@ from bench.figures import Result, short
 from bench.peers.candidates import LLAMA_SOURCE, Candidate, threads
 from bench.peers.contest import Contest
 from bench.peers.rows import COLUMNS, OWN, ratio_figures, roofline_figures
-from bench.stats import median
+from headrace_launcher.bench.stats import median
 
 DOUBTFUL_CORES = 0.1  # used by other processes during a measurement, above which it says little
 

@@ -13,7 +13,7 @@ from typing import Literal
 from bench.figures import Figure
 from bench.peers.candidates import Candidate
 from bench.peers.workloads import EIGHT, LONG_PROMPT, MANY, ONE, SHORT_PROMPT, Rates, Workload
-from bench.stats import median
+from headrace_launcher.bench.stats import median
 
 HEADRACE, FLOAT32, SHARDS, BUSY = "Headrace", "Headrace float32", "Headrace, 2 shards", "Headrace, one core busy"
 OWN = (HEADRACE, FLOAT32, SHARDS, BUSY)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import uvloop
 
-from bench import load
-from bench.events import Answer
-from bench.prompts import numbered_list
-from bench.stats import median
 from headrace._common.tokenizing import Tokenizer
+from headrace_launcher.bench import load
+from headrace_launcher.bench.events import Answer
+from headrace_launcher.bench.prompts import numbered_list
+from headrace_launcher.bench.stats import median
 
 REQUEST_SECONDS = 300.0
 

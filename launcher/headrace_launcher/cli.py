@@ -148,6 +148,60 @@ def doctor(port: int) -> int:
     return checks.run(port)
 
 
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@headrace.command()
+@click.option("--url", help="the server [default http://127.0.0.1:$PORT, 3000]")
+@click.option("--api", type=click.Choice(("openai", "completions", "tgi")), default="openai", show_default=True)
+@click.option("--model", help="its name; the first of /v1/models if not given")
+@click.option("--api-key", help="its key [env API_KEY]")
+@click.option(
+    "--workload", "mix", type=click.Choice(("chat", "agent", "document")), multiple=True, help="may be repeated [default chat]"
+)
+@click.option("--concurrency", type=click.IntRange(min=1), multiple=True, help="closed loop; repeated: a point each")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), multiple=True, help="Poisson arrivals per second")
+@click.option("--trace", type=_FILE, help="file of requests with their times, as docs/bench.md has it")
+@click.option("--requests", type=click.IntRange(min=1), default=32, show_default=True, help="of each point")
+@click.option("--scale", type=click.FloatRange(min=0, min_open=True), default=1.0, help="of the workload's lengths")
+@click.option("--input-len", type=click.IntRange(min=1), help="tokens of every prompt, about, and nothing shared")
+@click.option("--output-len", type=click.IntRange(min=1), help="tokens of every answer")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0: greedy")
+@click.option("--ignore-eos", is_flag=True, help="send ignore_eos and min_tokens, which not all servers know")
+@click.option("--target", multiple=True, help="ttft=MS, tpot=MS or e2e=MS for goodput; the workload's if not given")
+@click.option("--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="short requests before")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=600.0, help="seconds for one request")
+@click.option("--seed", type=int, default=1)
+@click.option("--output", type=_FILE, help="write JSON")
+@click.option("--html", type=_FILE, help="write a page with table and plots")
+@click.option("--svg", type=click.Path(path_type=Path, file_okay=False), help="write the plots into this folder")
+@click.option("--compare", type=(_FILE, _FILE), help="two results of --output side by side, and nothing else")
+def bench(**given: Any) -> int:
+    """Measure a running server: latency, throughput, goodput."""
+    from headrace_launcher.bench import command
+    from headrace_launcher.bench.load import Load
+
+    if given["compare"]:
+        return command.run_compare(*given["compare"])
+    if sum(bool(given[name]) for name in ("rate", "concurrency", "trace")) > 1:
+        raise click.UsageError("give one of --rate, --concurrency and --trace")
+    try:
+        targets = command.parse_targets(given["target"])
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    concurrency = given["concurrency"] or (() if given["rate"] or given["trace"] else (1,))
+    plan = command.Plan(
+        given["rate"], concurrency, given["trace"], given["mix"] or ("chat",), given["requests"], given["scale"],
+        given["input_len"], given["output_len"], given["seed"], given["warmup"], targets,
+    )
+    load = Load(
+        given["url"] or f"http://127.0.0.1:{os.environ.get('PORT') or 3000}", command.APIS[given["api"]],
+        temperature=given["temperature"], ignore_eos=given["ignore_eos"],
+        api_key=given["api_key"] or os.environ.get("API_KEY"), timeout=given["timeout"], seed=given["seed"],
+    )
+    return command.run(plan, load, given["output"], given["html"], given["svg"], model=given["model"])
+
+
 @headrace.group("worker-token")
 @click.option("--worker-token-file", required=True, help="as the gateway has it")
 @click.pass_context

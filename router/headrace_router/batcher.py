@@ -126,6 +126,15 @@ class Batcher:
         return len(self._roster.queue)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the requests in the queue may take."""
+        return self._roster.queue.tokens
+
+    def ahead(self, workload: str) -> int:
+        """Requests in the queue that go before a new one of this class."""
+        return self._roster.queue.ahead(workload)
+
+    @property
     def backlog(self) -> int:
         """Requests in the queue beyond those that the next admission has places for."""
         places = 0 if self._blocked else self._limits.max_batch_size - self.running
@@ -148,7 +157,7 @@ class Batcher:
         if entry.wire_id in self._roster.running:
             self._leave(entry.wire_id)
         else:
-            self._roster.queue.forget()
+            self._roster.queue.forget(entry)
 
     def _leave(self, wire_id: int) -> None:
         """A request ends on this side while the shard still runs it."""

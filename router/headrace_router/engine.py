@@ -38,6 +38,15 @@ class Core(Engine, Protocol):
         ...
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the waiting requests may take."""
+        ...
+
+    def ahead(self, workload: str) -> int:
+        """Requests that go before a new one of this class."""
+        ...
+
+    @property
     def backlog(self) -> int:
         """Requests in the queue beyond those that there are free places for."""
         ...

@@ -6,6 +6,7 @@
     requests_per_minute = 60         # no limit if not given, as with the next two
     tokens_per_minute = 100000
     max_concurrent_requests = 8
+    weight = 2.0                     # share of the service under contention, 1 if not given
     cache_salt = "acme"              # the tenant's name if not given: nobody else's prefixes are shared
 """
 
@@ -29,6 +30,7 @@ KEY = re.compile(r"[!-~]+")  # what fits into a header
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # it is a metric's label
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Weight = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 
 
 class Row(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,6 +41,7 @@ class Row(msgspec.Struct, forbid_unknown_fields=True):
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
     max_concurrent_requests: Positive | None = None
+    weight: Weight = 1.0
     cache_salt: str | None = None
 
 
@@ -131,7 +134,8 @@ def _tenant(name: str, table: Any) -> tuple[Tenant, list[bytes]]:
             raise _Wrong("classes", f"there are {', '.join(CLASSES)}")
     quota = Quota(row.requests_per_minute, row.tokens_per_minute, row.max_concurrent_requests)
     salt = name if row.cache_salt is None else row.cache_salt
-    tenant = Tenant(name, classes=tuple(row.classes or CLASSES), quota=quota, cache_salt=salt)
+    classes = tuple(row.classes or CLASSES)
+    tenant = Tenant(name, classes=classes, weight=row.weight, quota=quota, cache_salt=salt)
     return tenant, [_hashed(key) for key in row.keys]
 
 

@@ -52,6 +52,7 @@ class Gauges:
     """Where the true state is read at scrape time."""
 
     queue_size: Callable[[], int]
+    queue_tokens: Callable[[], int]
     batch_size: Callable[[], int]
     batch_tokens: Callable[[], int]
     max_batch_total_tokens: int
@@ -91,7 +92,7 @@ class Metrics:
         self._refused[tenant, workload, reason] += 1
 
     def late(self, tenant: str, workload: str, stage: str) -> None:
-        """A request's deadline has passed while it was waiting or running."""
+        """A request's deadline has passed while it was waiting or running, or could not be met any more ("hopeless")."""
         self._late[tenant, workload, stage] += 1
 
     def used(self, tenant: str, prompt_tokens: int, generated_tokens: int) -> None:
@@ -141,6 +142,7 @@ class Metrics:
         histogram("tgi_request_max_new_tokens", "Output tokens allowed", self.max_new_tokens)
         histogram("tgi_request_input_length", "Prompt tokens", self.input_length)
         plain("tgi_queue_size", "gauge", "Requests that wait", gauges.queue_size())
+        plain("headrace_queue_tokens", "gauge", "Tokens that these may take", gauges.queue_tokens())
         plain("tgi_batch_current_size", "gauge", "Requests that run", gauges.batch_size())
         plain("tgi_batch_current_max_tokens", "gauge", "Tokens that these may grow to", gauges.batch_tokens())
         plain("tgi_batch_max_total_tokens", "gauge", "Tokens that fit at once", gauges.max_batch_total_tokens)

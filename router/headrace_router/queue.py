@@ -58,11 +58,25 @@ class RequestQueue(Generic[W]):
         self._lines: dict[str, dict[str, Line[W]]] = {name: {} for name in PATIENCE}  # by class and tenant
         self._head: Line[W] = deque()  # by arrival
         self._length = 0
+        self._tokens = 0
         self._given: dict[str, float] = {}  # tokens by weight, of tenants
         self._level = 0.0  # what had been given to the tenant that was next last
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def tokens(self) -> int:
+        """What those that wait may take."""
+        return self._tokens
+
+    def ahead(self, workload: str) -> int:
+        """How many of those that wait are of this class or a more urgent one, or have had their turn already: about so
+        many go before a new request.
+        """
+        names = [name for name, patience in PATIENCE.items() if patience <= PATIENCE[workload]]
+        lines = [self._head, *(line for name in names for line in self._lines[name].values())]
+        return sum(not request.ended for line in lines for _, request in line)
 
     def push(self, request: W) -> None:
         """Add a new request at the end of its tenant's line in its class."""
@@ -72,16 +86,19 @@ class RequestQueue(Generic[W]):
             self._given[name] = max(self._given.get(name, 0.0), self._level)
         lines.setdefault(name, deque()).append((self._clock(), request))
         self._length += 1
+        self._tokens += request.cost
 
     def push_head(self, requests: Iterable[W]) -> None:
         """Put back requests that had their turn already."""
         back = [(self._clock(), request) for request in requests if not request.ended]
         self._head = deque(sorted([*self._head, *back], key=lambda waiting: waiting[1].arrival))
         self._length += len(back)
+        self._tokens += sum(request.cost for _, request in back)
 
-    def forget(self) -> None:
-        """One of the waiting requests has ended; it is dropped for good when its turn comes."""
+    def forget(self, request: W) -> None:
+        """A waiting request has ended; it is dropped for good when its turn comes."""
         self._length -= 1
+        self._tokens -= request.cost
         if not self._length:
             self._head.clear()
             for lines in self._lines.values():
@@ -112,6 +129,7 @@ class RequestQueue(Generic[W]):
             request.passed += len(taken) - before
             line.appendleft((since, request))
         self._length -= len(taken)
+        self._tokens -= sum(request.cost for request in taken)
         for lines in self._lines.values():
             for name in [name for name, line in lines.items() if not line]:
                 del lines[name]

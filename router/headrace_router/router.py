@@ -27,7 +27,7 @@ from headrace_router.network.gateway import Gateway
 from headrace_router.network.memory import MemoryBroker
 from headrace_router.network.role import Network, NetworkBackend
 from headrace_router.network.tokens import WorkerTokens
-from headrace_router.pace import Pace
+from headrace_router.pace import Forecast, Pace
 from headrace_router.presets import Preset, preset
 from headrace_router.rates import Meters
 from headrace_router.service import Service
@@ -98,17 +98,16 @@ class Router:
             model_id = settings.model_id or shard.info.model_id
             network = Network(batcher, self._worker_tokens, model_id, settings.model_sha, tokenizer_hash)
         gauges = Gauges(
-            lambda: batcher.waiting, lambda: batcher.running, lambda: batcher.running_tokens,
+            lambda: batcher.waiting, lambda: batcher.waiting_tokens, lambda: batcher.running, lambda: batcher.running_tokens,
             shard.capacity.max_batch_total_tokens,
         )
-        meters = Meters()
+        meters, forecast = Meters(), Forecast()
         engine = Admission(
-            batcher, meters, metrics, lambda: batcher.backlog, tuned.max_queue_size,
-            lambda: self.service.retry_after(),
+            batcher, batcher, meters, metrics, tuned, forecast, lambda: self.service.retry_after(),
         )
         self.service = Service(
-            settings, limits, shard, self._text, engine, metrics, gauges, self._tenants, meters, Pace(), tokenizer_hash,
-            self._grammars, network,
+            settings, limits, shard, self._text, engine, metrics, gauges, self._tenants, meters, Pace(), forecast,
+            tokenizer_hash, self._grammars, network,
         )
         app = make_app(self.service, self._cors)
         self._runner = Runner(app, settings.client_timeout, shutdown_timeout=FLUSH_SECONDS, lingering_time=2.0)

@@ -27,7 +27,7 @@ from headrace_router.grammars import GrammarChecker
 from headrace_router.limits import Limits
 from headrace_router.metrics import Gauges, Metrics
 from headrace_router.network.role import Network
-from headrace_router.pace import Pace
+from headrace_router.pace import Forecast, Pace
 from headrace_router.rates import Meters
 from headrace_router.settings import RouterSettings
 from headrace_router.tenants import Tenants
@@ -57,6 +57,7 @@ class Service:
     tenants: Tenants
     meters: Meters
     pace: Pace
+    forecast: Forecast
     tokenizer_hash: str
     grammars: GrammarChecker
     network: Network | None = None  # of a gateway
@@ -147,6 +148,7 @@ class Ticket:
         metrics.generated_tokens.observe(end.generated_tokens)
         metrics.max_new_tokens.observe(request.max_new_tokens)
         metrics.input_length.observe(end.input_length)
+        self._service.forecast.ended(request.max_new_tokens, end.generated_tokens, end.inference_seconds)
         log.info(
             "request %d of %s, %s: %d prompt tokens, %d tokens, %s; validation %.1f ms, queue %.1f ms, inference %.1f ms",
             self.id, request.tenant.name, request.workload, end.input_length, end.generated_tokens, end.finish_reason,

@@ -43,6 +43,10 @@ class RouterSettings:
         None, "requests that may wait for a place in the batch, more are refused with 503; the workload's if not given",
         env="HEADRACE_MAX_QUEUE_SIZE", minimum=1,
     )
+    max_queue_tokens: int | None = option(
+        None, "tokens that waiting requests may take together, prompt and output; the workload's if not given",
+        env="HEADRACE_MAX_QUEUE_TOKENS", minimum=1,
+    )
     itl_target_ms: int | None = option(
         None, "milliseconds that steps should take while streams run, 0: any; the workload's if not given",
         env="HEADRACE_ITL_TARGET_MS", minimum=0,

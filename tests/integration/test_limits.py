@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from headrace_router import tenants as tenants_module
+from headrace_router.pace import ENOUGH
 from tests.fakes.routers import Reply, Running, running, until
 from tests.fakes.scripted_shard import ScriptedShard
 from tests.fakes.text_models import write_text_model
@@ -249,6 +250,46 @@ async def test_work_in_time_is_not_disturbed(start: Start) -> None:
         reply = await server.post("/v1/completions", {"prompt": "x"}, **{"X-Request-Timeout-Ms": "soon"})
         assert (reply.status, reply.json["error"]["param"]) == (400, "X-Request-Timeout-Ms")
         assert (await server.post("/generate", body(1), **{"X-Request-Timeout-Ms": "0"})).status == 422
+
+
+async def test_the_queue_is_bounded_by_tokens(start: Start) -> None:
+    async with start(ScriptedShard(step_seconds=SLOW), max_batch_size=1, max_queue_tokens=100) as server:
+        stream = await server.start_stream(tokens=900)
+        large = asyncio.create_task(server.generate("a", 300))  # alone: it may wait
+        await until(lambda: server.router.batcher.waiting == 1)
+        assert "headrace_queue_tokens 301" in await metrics(server)
+        assert (await server.generate("b", 3)).status == 503
+        large.cancel()
+        await until(lambda: server.router.batcher.waiting == 0)
+        queued = [asyncio.create_task(server.generate(str(i), 40)) for i in range(2)]
+        await until(lambda: server.router.batcher.waiting == 2)
+        assert (await server.generate("c", 40)).status == 503
+        stream.close()
+        assert [reply.status for reply in await asyncio.gather(*queued)] == [200, 200]
+        assert "headrace_queue_tokens 0" in await metrics(server)
+
+
+async def test_work_that_cannot_be_in_time_is_turned_away(start: Start) -> None:
+    async with start(ScriptedShard(step_seconds=SLOW), max_batch_size=1) as server:
+        for _ in range(ENOUGH):
+            server.router.service.forecast.ended(100, 100, 1.0)
+        timeout = {"X-Request-Timeout-Ms": "500"}
+        assert (await server.post("/generate", body(20), **timeout)).status == 200
+        stream = await server.start_stream(tokens=900)
+        prefills = len(server.shard.prefills)
+        late = await server.post("/generate", body(200), **timeout)  # 2 s by the forecast
+        assert (late.status, late.json["error_type"]) == (503, "overloaded")
+        assert retry_after(late) >= 1
+        other = asyncio.create_task(server.generate("b", 1))
+        hopeless = await server.post("/generate_stream", body(20), **{"X-Request-Timeout-Ms": "2000"})
+        assert hopeless.events[0]["error_type"] == "timeout"
+        stream.close()
+        assert (await other).status == 200
+        await server.settled()
+        assert len(server.shard.prefills) == prefills + 1
+        lines = await metrics(server)
+        assert 'tgi_request_refused{tenant="anonymous",class="chat",reason="deadline"} 1' in lines
+        assert 'tgi_request_late{tenant="anonymous",class="chat",stage="hopeless"} 1' in lines
 
 
 # --- ids and origins ---

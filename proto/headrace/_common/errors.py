@@ -88,6 +88,12 @@ class QueueFull(Overloaded):
     reason = "queue"
 
 
+class WouldBeLate(QueueFull):
+    """So many wait that a request cannot meet its deadline."""
+
+    reason = "deadline"
+
+
 class RateLimited(Overloaded):
     """A tenant has used what it may; `reason`: requests, tokens or concurrency."""
 
@@ -148,6 +154,7 @@ TABLE: dict[type[HeadraceError], Mapping] = {
     Forbidden: Mapping(403, "PERMISSION_DENIED", "permission", "permission_error"),
     Overloaded: Mapping(429, "RESOURCE_EXHAUSTED", "overloaded", "overloaded_error"),
     QueueFull: Mapping(503, "UNAVAILABLE", "overloaded", "overloaded_error"),
+    WouldBeLate: Mapping(503, "UNAVAILABLE", "overloaded", "overloaded_error"),
     RateLimited: Mapping(429, "RESOURCE_EXHAUSTED", "rate_limited", "rate_limit_error"),
     DeadlineExceeded: Mapping(408, "DEADLINE_EXCEEDED", "timeout", "timeout_error"),
     TemplateError: Mapping(422, "INVALID_ARGUMENT", "template_error", "invalid_request_error", 400),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ def is_end_token(token: Token) -> bool:
     return token.end is not None and token.end.finish_reason == "eos_token"
 
 
-class Replies:
+class Replies(ABC):
     """One id and one time for a whole call."""
 
     prefix: ClassVar[str]
@@ -91,13 +92,13 @@ class Replies:
         total = self.usage([end_of(tokens) for tokens in choices])
         return shapes.encode(self.reply(choices=made, usage=total, **self._envelope, **self.extra()))
 
+    @abstractmethod
     def frames(self, index: int, token: Token) -> bytes:
         """The chunks of one token of a choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice(self, index: int, tokens: list[Token]) -> Any:
         """A whole choice."""
-        raise NotImplementedError
 
     def extra(self) -> dict[str, Any]:
         """What the answer has beside its choices."""

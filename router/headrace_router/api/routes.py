@@ -28,6 +28,7 @@ from headrace._common.errors import (
     Unauthorized,
     Unhealthy,
     UnsupportedMediaType,
+    WouldBeLate,
 )
 from headrace_router.api import (
     admin,
@@ -53,7 +54,7 @@ BODY_ERRORS: tuple[type[HeadraceError], ...] = (
     MalformedBody, UnsupportedMediaType, BodyTooLarge, TooSlow, InvalidRequest, Unauthorized, Forbidden, RateLimited,
 )
 RUN_ERRORS: tuple[type[HeadraceError], ...] = (
-    *BODY_ERRORS, Overloaded, QueueFull, DeadlineExceeded, GenerationFailed, Incomplete, Unhealthy,
+    *BODY_ERRORS, Overloaded, QueueFull, WouldBeLate, DeadlineExceeded, GenerationFailed, Incomplete, Unhealthy,
 )
 
 

@@ -15,7 +15,8 @@ def compute_headers(service: Service, characters: int) -> dict[str, str]:
 
 def time_headers(ticket: Ticket, ends: Sequence[End], prompt_tokens: int) -> dict[str, str]:
     """What is known at the end. Times are in whole milliseconds, `x-compute-time` in seconds; the longest of several
-    requests counts, output tokens are summed. `prompt_tokens`: of all prompts of the call.
+    requests counts, output tokens are summed. `prompt_tokens`: of all prompts of the call. `x-cached-tokens`: of the prompt
+    that found most of itself in the prefix cache.
     """
     inference = max(end.inference_seconds for end in ends)
     tokens = sum(end.generated_tokens for end in ends)
@@ -27,4 +28,5 @@ def time_headers(ticket: Ticket, ends: Sequence[End], prompt_tokens: int) -> dic
     return {
         "x-compute-time": f"{ticket.seconds:.6f}", **{name: str(int(s * 1000)) for name, s in milliseconds.items()},
         "x-prompt-tokens": str(prompt_tokens), "x-generated-tokens": str(tokens),
+        "x-cached-tokens": str(max(end.cached_tokens for end in ends)),
     }

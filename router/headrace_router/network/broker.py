@@ -84,6 +84,11 @@ class Broker(Protocol):
         ...
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens that they may take, prompts included."""
+        ...
+
+    @property
     def leased(self) -> int:
         """Jobs that sessions hold."""
         ...

@@ -154,6 +154,15 @@ class Gateway:
         return self.broker.waiting
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the waiting requests may take."""
+        return self.broker.waiting_tokens
+
+    def ahead(self, workload: str) -> int:
+        """Requests that certainly go before a new one: none, since flows share the queue by weight."""
+        return 0
+
+    @property
     def backlog(self) -> int:
         """Requests in the queue beyond the free slots."""
         return self.waiting - sum(session.free for session in self.sessions.values())

@@ -67,6 +67,10 @@ class MemoryBroker:
         return len(self._queue)
 
     @property
+    def waiting_tokens(self) -> int:
+        return sum(self._records[job].job.total_tokens for job in self._queue)
+
+    @property
     def leased(self) -> int:
         return sum(len(held) for _, _, held in self._holders.values())
 

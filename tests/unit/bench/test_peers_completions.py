@@ -11,9 +11,9 @@ from pathlib import Path
 from aiohttp.test_utils import TestServer
 from tokenizers import Tokenizer
 
-from bench import load
 from bench.peers.serving.completions import StaticBatches, Stream, gather, make_app
 from bench.peers.workloads import Workload, check, rates
+from headrace_launcher.bench import load
 from tests.models import write_tiny_model
 
 

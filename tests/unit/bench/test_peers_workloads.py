@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.events import Answer
-from bench.load import Outcome, Sent
 from bench.peers.workloads import LONG_PROMPT, MANY, ONE, SHORT_PROMPT, WORKLOADS, Invalid, Workload, check, rates
 from headrace._common.tokenizing import Tokenizer
+from headrace_launcher.bench.events import Answer
+from headrace_launcher.bench.load import Outcome, Sent
 from tests.models import write_tiny_model
 
 GOOD = Answer([1.0, 2.0, 3.0], "abc", prompt_tokens=5, completion_tokens=3)

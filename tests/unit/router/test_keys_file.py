@@ -20,6 +20,7 @@ def test_a_whole_file() -> None:
         requests_per_minute = 60
         tokens_per_minute = 100_000
         max_concurrent_requests = 8
+        weight = 2
         cache_salt = "shared"
 
         [tenants."b.c"]
@@ -30,6 +31,7 @@ def test_a_whole_file() -> None:
     assert table[digest("sk-2")] is acme
     assert (acme.name, acme.workload, acme.classes) == ("acme", "agent", ("agent", "document"))
     assert (acme.quota, acme.cache_salt) == (Quota(60, 100_000, 8), "shared")
+    assert (acme.weight, other.weight) == (2.0, 1.0)
     assert (other.name, other.classes, other.quota, other.cache_salt) == ("b.c", CLASSES, Quota(), "b.c")
 
 
@@ -41,6 +43,8 @@ def test_a_whole_file() -> None:
     ("[tenants.a]\nkeys = ['k']\nrpm = 3", ["line 3", "[tenants.a] rpm", "unknown"]),
     ("[tenants.a]\nkeys = ['k']\n\nrequests_per_minute = 'x'", ["line 4", "[tenants.a] requests_per_minute", "int"]),
     ("[tenants.a]\nkeys = ['k']\ntokens_per_minute = 0", ["line 3", "[tenants.a] tokens_per_minute", ">= 1"]),
+    ("[tenants.a]\nkeys = ['k']\nweight = 0", ["line 3", "[tenants.a] weight", "> 0"]),
+    ("[tenants.a]\nkeys = ['k']\nweight = nan", ["line 3", "[tenants.a] weight"]),
     ("[tenants.a]\nkeys = []", ["line 2", "[tenants.a] keys"]),
     ("[tenants.a]\nclasses = ['chat']", ["line 1", "[tenants.a] keys", "missing"]),
     ("[tenants.a]\nkeys = ['k']\nclasses = ['chat', 'x']", ["line 3", "classes", "chat, agent, document"]),

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace_router.metrics import DURATIONS, Gauges, Histogram, Metrics
 
-GAUGES = Gauges(lambda: 3, lambda: 2, lambda: 40, 1000)
+GAUGES = Gauges(lambda: 3, lambda: 500, lambda: 2, lambda: 40, 1000)
 
 
 def test_names_and_values() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -76,10 +77,10 @@ def test_nothing_is_lost_doubled_or_reordered(steps: list[tuple[str, object, obj
         elif what == "end" and waiting:
             item = waiting.pop(int(str(value)) % len(waiting))
             item.ended = True
-            queue.forget()
+            queue.forget(item)
         elif what == "wait":
             clock.now += int(str(value))
-        assert len(queue) == len(waiting)
+        assert (len(queue), queue.tokens) == (len(waiting), sum(item.cost for item in waiting))
         assert {id(i) for i in queue} == {id(i) for i in waiting}
 
 
@@ -180,8 +181,8 @@ def test_an_empty_queue_holds_no_ended_requests() -> None:
     item = Item(0)
     queue.push(item)
     item.ended = True
-    queue.forget()
-    assert len(queue) == 0
+    queue.forget(item)
+    assert (len(queue), queue.tokens) == (0, 0)
     assert queue.take(5) == []
     fresh = Item(1)
     queue.push(fresh)
@@ -194,6 +195,28 @@ def test_what_has_ended_is_not_asked_whether_it_fits() -> None:
     for item in items:
         queue.push(item)
     items[0].ended = True
-    queue.forget()
+    queue.forget(items[0])
     assert queue.take(2, lambda item: item is items[1]) == [items[1]]
     assert len(queue) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_under_three_times_the_load_every_class_and_tenant_is_served_in_bounded_time(seed: int) -> None:
+    """A bounded queue before a server of one request a second: what got in comes out, however much else wants to."""
+    draw, clock = Random(seed), Clock()
+    queue: RequestQueue[Item] = RequestQueue(clock)
+    bound, since, waits = 64, dict[int, float](), dict[tuple[str, str], list[float]]()
+    for second in range(1500):
+        clock.now = float(second)
+        for n in range(3):
+            item = Item(3 * second + n, draw.choice(CLASSES), TENANTS[0] if draw.random() < 0.8 else TENANTS[1])
+            if len(queue) < bound:
+                queue.push(item)
+                since[item.arrival] = clock.now
+        (taken,) = queue.take(1)
+        waits.setdefault((taken.workload, taken.tenant.name), []).append(clock.now - since.pop(taken.arrival))
+    assert len(waits) == len(CLASSES) * 2
+    assert all(len(served) > 25 for served in waits.values())
+    limit = 2 * (bound + max(PATIENCE.values()))  # half of the service is each tenant's
+    assert max(max(served) for served in waits.values()) <= limit
+    assert all(clock.now - pushed <= limit for pushed in since.values())

@@ -55,6 +55,17 @@ class MemoryModel:
     def forward(self, step: StepInput) -> torch.Tensor:
         if self.fails:
             raise RuntimeError("out of memory")
+        contexts = self.contexts(step)
+        logits = torch.zeros(len(step.logit_rows), VOCAB)
+        for at, row in enumerate(step.logit_rows.tolist()):
+            if POISON in contexts[row]:
+                logits[at] = torch.nan
+            else:
+                logits[at, self.says(contexts[row])] = 10.0
+        return logits
+
+    def contexts(self, step: StepInput) -> dict[int, list[int]]:
+        """What each row of the step sees, itself included."""
         self.sizes.append(len(step.token_ids))
         self.cache[step.slots] = step.token_ids
         contexts = {}
@@ -63,13 +74,7 @@ class MemoryModel:
         for chunk in step.chunks:
             for i in range(chunk.length):
                 contexts[chunk.offset + i] = self._read(chunk.table, chunk.start + i + 1)
-        logits = torch.zeros(len(step.logit_rows), VOCAB)
-        for at, row in enumerate(step.logit_rows.tolist()):
-            if POISON in contexts[row]:
-                logits[at] = torch.nan
-            else:
-                logits[at, self.says(contexts[row])] = 10.0
-        return logits
+        return contexts
 
     def idle(self) -> None:
         raise AssertionError("no heartbeat was asked for")

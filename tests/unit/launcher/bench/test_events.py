@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from bench.events import Api, frames, read_answer
+from headrace_launcher.bench.events import Api, frames, read_answer
 
 COMPLETIONS = (
     b'data: {"choices": [{"index": 0, "text": "one"}]}\n\n'

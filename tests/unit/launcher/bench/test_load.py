@@ -1,12 +1,11 @@
-"""Bodies, arrivals and reports of the load client."""
+"""Bodies and arrivals of the load client, and the length of its prompts."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.events import Answer
-from bench.load import Load, Outcome, Sent, arrivals, make_body, report
-from bench.prompts import numbered_list
+from headrace_launcher.bench.load import Load, arrivals, make_body
+from headrace_launcher.bench.prompts import numbered_list
 
 URL = "http://localhost"
 
@@ -39,21 +38,6 @@ def test_arrivals() -> None:
     assert at == arrivals(10.0, 2000, seed=1) == sorted(at)
     assert at[0] == 0
     assert at[-1] == pytest.approx(200, rel=0.1)
-
-
-def test_report() -> None:
-    good = Answer([1.0, 1.5, 2.0], "abc", prompt_tokens=4, completion_tokens=3)
-    outcome = Outcome(2.0, [Sent(began=0.5), Sent()], [good, Answer(error="status 429")])
-    found = report(Load(URL, "tgi", output_len=4), outcome)
-    assert (found["ok"], found["errors"], found["short_answers"]) == (1, {"status 429": 1}, 1)
-    assert found["ttft_ms"]["p50"] == found["itl_ms"]["p50"] == 500
-    assert (found["decode_tokens_per_s"], found["output_tokens_per_s"]) == (2.0, 1.5)
-    assert (found["prompt_tokens"], found["output_tokens"]) == (4, 3)
-
-
-def test_report_of_failures_alone() -> None:
-    found = report(Load(URL), Outcome(1.0, [Sent()], [Answer(error="no output")]))
-    assert found["ttft_ms"] is found["decode_tokens_per_s"] is None
 
 
 def test_prompts_depend_on_the_seed_alone() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.stats import median, percentile, summary
+from headrace_launcher.bench.stats import median, percentile, summary
 
 values = st.lists(st.floats(-1e6, 1e6), min_size=1)
 

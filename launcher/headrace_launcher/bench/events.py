@@ -16,13 +16,14 @@ Chunk = tuple[float, bytes]  # when it came (seconds), what came
 
 @dataclass
 class Answer:
-    """One stream. `times`: of each event that carries output, in seconds."""
+    """One stream. `times`: of each event that carries output, in seconds; `first`: of the first with text in it."""
 
     times: list[float] = field(default_factory=list)
     text: str = ""
     prompt_tokens: int | None = None  # as the server counts them
     completion_tokens: int | None = None
     error: str | None = None
+    first: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -57,6 +58,8 @@ def read_answer(api: Api, chunks: Iterable[Chunk]) -> Answer:
         text = _read_tgi(event, answer) if api == "tgi" else _read_openai(event, answer)
         if text is not None:
             answer.times.append(time)
+            if text and answer.first is None:
+                answer.first = time
             parts.append(text)
     answer.text = "".join(parts)
     if answer.error is None and not answer.times:
