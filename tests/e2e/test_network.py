@@ -99,15 +99,19 @@ async def test_a_lost_worker_loses_nothing(net: Net, number: signal.Signals) -> 
         pass
 
     async def lose_one() -> None:
-        async with aiohttp.ClientSession() as session:
-            async with asyncio.timeout(20):
-                while True:
-                    async with session.get(f"{net.gateway.url}/v1/workers") as response:
-                        rows = (await response.json())["workers"]
-                    if sum(row["running"] for row in rows) == STREAMS and all(row["running"] for row in rows):
-                        break
-                    await asyncio.sleep(0.01)
-        net.workers[-1].send(number)
+        """Lose the last worker once each of them has said a part of its answers."""
+        url = f"{net.gateway.url}/v1/workers"
+        async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+            said: dict[str, int] = {}
+            while True:
+                async with session.get(url) as response:
+                    rows = (await response.json())["workers"]
+                for row in rows:
+                    said.setdefault(row["session"], row["tokens"])
+                if all(row["running"] and row["tokens"] > said[row["session"]] + 20 * STREAMS for row in rows):
+                    net.workers[-1].send(number)
+                    return
+                await asyncio.sleep(0.01)
 
     calm = await ask_all(net, nothing)
     before = net.gateway.metric("wn_resume_tokens_total")
