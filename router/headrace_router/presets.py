@@ -29,9 +29,9 @@ class Preset:
 
 
 PRESETS = {
-    "chat": Preset(max_step_tokens=256, itl_target_ms=100, max_queue_size=256, max_queue_tokens=1 << 21),
-    "agent": Preset(max_step_tokens=512, itl_target_ms=250, max_queue_size=512, max_queue_tokens=1 << 23),
-    "document": Preset(max_step_tokens=4096, itl_target_ms=0, max_queue_size=8192, max_queue_tokens=1 << 27),
+    "chat": Preset(max_step_tokens=2048, itl_target_ms=100, max_queue_size=256, max_queue_tokens=1 << 21),
+    "agent": Preset(max_step_tokens=4096, itl_target_ms=250, max_queue_size=512, max_queue_tokens=1 << 23),
+    "document": Preset(max_step_tokens=8192, itl_target_ms=0, max_queue_size=8192, max_queue_tokens=1 << 27),
 }
 
 
