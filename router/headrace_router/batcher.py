@@ -157,7 +157,7 @@ class Batcher:
         if entry.wire_id in self._roster.running:
             self._leave(entry.wire_id)
         else:
-            self._roster.queue.forget(entry)
+            self._roster.queue.forget(entry, len(entry.request.prompt) + len(entry.output) if entry.output else 0)
 
     def _leave(self, wire_id: int) -> None:
         """A request ends on this side while the shard still runs it."""

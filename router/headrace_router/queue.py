@@ -59,6 +59,7 @@ class RequestQueue(Generic[W]):
         self._head: Line[W] = deque()  # by arrival
         self._length = 0
         self._tokens = 0
+        self._charged: set[W] = set()  # taken, and not left yet
         self._given: dict[str, float] = {}  # tokens by weight, of tenants
         self._level = 0.0  # what had been given to the tenant that was next last
 
@@ -95,8 +96,11 @@ class RequestQueue(Generic[W]):
         self._length += len(back)
         self._tokens += sum(request.cost for _, request in back)
 
-    def forget(self, request: W) -> None:
-        """A waiting request has ended; it is dropped for good when its turn comes."""
+    def forget(self, request: W, used: int = 0) -> None:
+        """A waiting request has ended, perhaps one that ran before and used so many tokens; it is dropped for good when its
+        turn comes.
+        """
+        self.refund(request, used)
         self._length -= 1
         self._tokens -= request.cost
         if not self._length:
@@ -105,7 +109,10 @@ class RequestQueue(Generic[W]):
                 lines.clear()
 
     def refund(self, request: W, used: int) -> None:
-        """A request that was taken has left, and has used so many tokens."""
+        """A request has left; if it was taken it has used so many tokens."""
+        if request not in self._charged:
+            return
+        self._charged.discard(request)
         name = request.tenant.name
         self._given[name] = self._given.get(name, 0.0) - (request.cost - used) / request.tenant.weight
 
@@ -149,6 +156,7 @@ class RequestQueue(Generic[W]):
     def _charge(self, request: W) -> None:
         """A request costs its tenant all that it may take, until it is known what it did."""
         name = request.tenant.name
+        self._charged.add(request)
         self._level = max(self._level, self._given[name])
         self._given[name] += request.cost / request.tenant.weight
 

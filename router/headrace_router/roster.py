@@ -90,9 +90,9 @@ class Roster:
         self.leaving.clear()
         return self.take_back(list(self.running))
 
-    @staticmethod
-    def fail(entries: Iterable[Entry], error: HeadraceError) -> None:
+    def fail(self, entries: Iterable[Entry], error: HeadraceError) -> None:
         """Give requests that are in no list any more their terminal event."""
         for entry in entries:
+            self._refund(entry)
             if not entry.ended:
                 entry.stream.fail(error)

@@ -115,7 +115,9 @@ async def running(folder: Path, shard: ScriptedShard | None = None, **settings: 
     given = {"model_folder": str(folder), "model_id": "scripted", "shard_target": target, "port": 0, **settings}
     router = Router(RouterSettings(**given))
     url = await router.start()
-    async with aiohttp.ClientSession() as session:
-        yield Running(url, router, shard, session)
-    await router.stop()
-    await shard.stop()
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Running(url, router, shard, session)
+    finally:
+        await router.stop()
+        await shard.stop()

@@ -220,3 +220,18 @@ def test_under_three_times_the_load_every_class_and_tenant_is_served_in_bounded_
     limit = 2 * (bound + max(PATIENCE.values()))  # half of the service is each tenant's
     assert max(max(served) for served in waits.values()) <= limit
     assert all(clock.now - pushed <= limit for pushed in since.values())
+
+
+def test_who_is_cancelled_after_its_turn_is_charged_for_what_it_used() -> None:
+    queue: RequestQueue[Item] = RequestQueue(Clock())
+    for n in range(100):
+        queue.push(Item(n, tenant=TENANTS[0], cost=1000))
+        queue.push(Item(n, tenant=TENANTS[1], cost=100))
+    got: Counter[str] = Counter()
+    for _ in range(100):
+        (item,) = queue.take(1)
+        queue.push_head([item])  # preempted
+        item.ended = True
+        queue.forget(item, 100)
+        got[item.tenant.name] += 1
+    assert got["someone"] == pytest.approx(got["other"], abs=2)
