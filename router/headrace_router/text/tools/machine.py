@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ class Call:
         self.begun = False  # it is told
 
 
-class Machine:
+class Machine(ABC):
     """Reads the output of a model.
 
     Args:
@@ -71,9 +72,9 @@ class Machine:
             self._parts.append(Text(self._blank))
         return self._taken()
 
+    @abstractmethod
     def read_output(self) -> Reading:
         """The whole output; left by `End`."""
-        raise NotImplementedError
 
     def _run(self) -> Reading:
         try:
