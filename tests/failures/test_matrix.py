@@ -63,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Stream:
-    """One /generate_stream that is read on a thread."""
+    """One streamed completion that is read on a thread; no token that is sampled ends it."""
 
     port: int
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -76,12 +76,12 @@ class Stream:
         return self
 
     def _read(self) -> None:
-        body = json.dumps({"inputs": "Tell", "parameters": {"max_new_tokens": 8000, "do_sample": True, "temperature": 3.0}})
+        body = json.dumps({"prompt": "Tell", "max_tokens": 8000, "temperature": 2.0, "ignore_eos": True, "stream": True})
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request("POST", "/generate_stream", body, {"content-type": "application/json"})
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
             for line in connection.getresponse():
-                if line.startswith(b"data:"):
+                if line.startswith(b"data:") and not line.endswith(b"[DONE]\n"):
                     self.events.append(json.loads(line[5:]))
             self.ended = "closed"
         except (OSError, http.client.HTTPException):
@@ -94,7 +94,7 @@ class Stream:
 
     @property
     def looks_finished(self) -> bool:
-        return self.events[-1].get("generated_text") is not None
+        return any(choice["finish_reason"] is not None for choice in self.events[-1].get("choices", []))
 
 
 def wait_for(true: Any, seconds: float) -> float:
