@@ -20,6 +20,9 @@ REFUSED: Final = range(4400, 4500)  # close codes that say why
 
 Row = tuple[str, int, int, int, float | None, int, list[tuple[int, float]]]
 # (job, attempt, index, token id, log probability, flags (0), most likely tokens)
+TextRow = tuple[str, int, int, str, int | None, float | None, list[tuple[int, float]]]
+# (job, attempt, number of the row, text, token id, log probability, most likely tokens); None: the worker does not know it
+TEXT: Final = "text"  # the feature of a worker that takes and gives text, and so goes on after nobody's tokens exactly
 
 
 class Model(Struct):
@@ -71,6 +74,18 @@ class Step(Struct, tag_field="t", tag="step"):
     """Worker: the tokens of one decode step, of all jobs."""
 
     x: list[Row]
+
+
+class TextStep(Struct, tag_field="t", tag="text"):
+    """Worker that speaks text: what has come of its jobs; a row stands for at least one token."""
+
+    x: list[TextRow]
+
+
+class Capacity(Struct, tag_field="t", tag="capacity"):
+    """Worker: how many jobs it takes from now on, within what was granted; 0: it pauses."""
+
+    slots: int
 
 
 class Done(Struct, tag_field="t", tag="done"):
@@ -169,6 +184,7 @@ class JobFrame(Struct, tag_field="t", tag="job"):
     rng_offset: int
     want: Want
     workload: str = "chat"
+    text: str | None = None  # of the prompt, in place of its ids, for a worker that speaks text
 
 
 class Cancel(Struct, tag_field="t", tag="cancel"):
@@ -192,7 +208,7 @@ class Refusal(Struct, tag_field="t", tag="error"):
     message: str
 
 
-FromWorker = Hello | Accept | Nack | PromptTokens | Step | Done | Fail | Status | Bye | Ping | Pong
+FromWorker = Hello | Accept | Nack | PromptTokens | Step | TextStep | Capacity | Done | Fail | Status | Bye | Ping | Pong
 FromGateway = Welcome | JobFrame | Cancel | Drain | Refusal | Ping | Pong
 
 

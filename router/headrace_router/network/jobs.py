@@ -72,6 +72,14 @@ class Holder:
     features: frozenset[str] | None = None  # None: all that requests can need
     resumes: bool = True  # it goes on exactly after tokens of others, and others after its own
 
+    def fits(self, job: Job) -> bool:
+        """Could it run the job, if it were free?"""
+        if job.only is not None:
+            return job.only == self.session
+        if job.total_tokens > self.max_total_tokens or job.min_tier > self.tier:
+            return False
+        return self.features is None or job.needs <= self.features
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:

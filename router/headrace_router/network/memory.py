@@ -150,17 +150,13 @@ class MemoryBroker:
         return made
 
     def _may_run(self, holder: Holder, record: _Record) -> bool:
-        job = record.job
-        if job.only is not None:
-            return job.only == holder.session
-        if job.total_tokens > holder.max_total_tokens or job.min_tier > holder.tier:
-            return False
-        if holder.features is not None and not job.needs <= holder.features:
+        if not holder.fits(record.job):
             return False
         exact = record.exact and holder.resumes  # else it begins again, in whatever format
         if exact and record.weight_format not in (None, holder.weight_format):
             return False
-        return holder.session not in record.excluded or self._holders.keys() <= record.excluded
+        only = record.job.only is not None
+        return only or holder.session not in record.excluded or self._holders.keys() <= record.excluded
 
     def _first_lease(self, record: _Record, now: float) -> float:
         prompt = len(record.job.request.prompt) + len(record.output)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
 from headrace.v1 import generation_pb2 as pb
-from headrace_router.network.frames import Hello
+from headrace_router.network.frames import TEXT, Hello
 from headrace_router.network.gateway import Gateway
 from headrace_router.network.jobs import Policy
 from headrace_router.network.tokens import WorkerTokens, read_token
@@ -93,6 +93,8 @@ class Network:
             return f"the model is {self.model_id} here, {model.id[:200]} there"
         if None not in (model.revision, self.model_sha) and model.revision != self.model_sha:
             return f"the revision is {self.model_sha} here, {str(model.revision)[:64]} there"
+        if TEXT in model.features and model.tokenizer_hash is None:  # it need not know how its server tokenizes
+            return None
         if model.tokenizer_hash != self.tokenizer_hash:
             there = str(model.tokenizer_hash)[:12]
             return f"the tokenizer of {self.model_id} is {self.tokenizer_hash[:12]} here, {there} there"
