@@ -94,6 +94,12 @@ class WouldBeLate(QueueFull):
     reason = "deadline"
 
 
+class BrokerUnavailable(QueueFull):
+    """What keeps a gateway's requests does not answer."""
+
+    reason = "broker"
+
+
 class RateLimited(Overloaded):
     """A tenant has used what it may; `reason`: requests, tokens or concurrency."""
 

@@ -6,6 +6,7 @@ Only a gateway has them. Events are named by the SSE `event` line; their ids say
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from headrace._common.errors import Conflict, HeadraceError, InvalidRequest, NotFound
+from headrace._common.errors import BrokerUnavailable, HeadraceError, InvalidRequest, NotFound, RateLimited
 from headrace_router import sse
 from headrace_router.api import native_types
 from headrace_router.api.bodies import decode, read_body
@@ -23,13 +24,13 @@ from headrace_router.api.caller import CALLER, identify
 from headrace_router.api.native_requests import prepare
 from headrace_router.api.workers import network_of
 from headrace_router.network.gateway import JobStream
-from headrace_router.network.jobs import TERMINAL, Event, JobStatus
+from headrace_router.network.jobs import BEGINNING, TERMINAL, Event, EventId, JobStatus
 from headrace_router.network.role import Network
 from headrace_router.service import SERVICE, Service, Ticket
 from headrace_router.types import GenerateRequest
 
 POSITION_SECONDS = 1.0  # between looks at the position of a request that waits
-EVENT_ID = re.compile(r"\d{1,9}-(\d{1,9})")
+EVENT_ID = re.compile(r"(\d{1,9})-(\d{1,9})")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -109,12 +110,13 @@ async def create(request: web.Request) -> web.Response:
 
     Raises:
         QueueFull: as many wait as may, or there is no worker. Nothing of the request is kept.
+        RateLimited: as many of the tenant's have not ended as it may have at once.
     """
     network, service = network_of(request), request.app[SERVICE]
     data = await read_body(request, service.settings.payload_limit)
     key = request.headers.get("Idempotency-Key")
     if key is None:
-        return await _take(request, service, data)
+        return await _take(request, network, service, data)
     return await _once(request, network, service, f"{request[CALLER].tenant.name}/{key[:256]}", data)
 
 
@@ -124,19 +126,25 @@ async def _once(request: web.Request, network: Network, service: Service, key: s
     Raises:
         Conflict: the body is another.
     """
-    digest = hashlib.sha256(data).digest()
-    async with network.keys_lock(key):
-        known = network.keys.get(key)
-        if known is not None and (status := await network.gateway.broker.status(known[1])) is not None:
-            if known[0] != digest:
-                raise Conflict("this Idempotency-Key was used for another request")
-            return _accepted(known[1], status.position or 0)
-        made = await _take(request, service, data)
-        network.remember(key, digest, made.headers["Location"].rpartition("/")[2])
+    broker = network.gateway.broker
+    known = await broker.claim(key, hashlib.sha256(data).hexdigest())
+    if known is not None:
+        status = await broker.status(known)
+        return _accepted(known, (status and status.position) or 0)
+    job = None
+    try:
+        made = await _take(request, network, service, data)
+        job = made.headers["Location"].rpartition("/")[2]
         return made
+    finally:
+        await broker.settle(key, job)
 
 
-async def _take(request: web.Request, service: Service, data: bytes) -> web.Response:
+async def _take(request: web.Request, network: Network, service: Service, data: bytes) -> web.Response:
+    tenant = request[CALLER].tenant
+    most = tenant.quota.max_concurrent_requests
+    if most is not None and await network.gateway.broker.live(tenant.name) >= most:
+        raise RateLimited(f"the tenant {tenant.name} may have {most} requests at once", "concurrency", service.retry_after())
     ticket = Ticket(service)
     with ticket:
         body = decode(native_types.generate_decoder, data)
@@ -150,6 +158,7 @@ async def _take(request: web.Request, service: Service, data: bytes) -> web.Resp
         except BaseException:  # refused, or the client is gone before it has the id
             stream.close()
             raise
+        stream.kept = True
     task = asyncio.create_task(_run(service, wanted, stream))
     service.background.add(task)
     task.add_done_callback(service.background.discard)
@@ -206,7 +215,7 @@ async def events(request: web.Request) -> web.StreamResponse:
     network = network_of(request)
     name, status = await _own(request, network)
     after = _after(request)
-    if status.last is not None and after >= status.last.seq:
+    if status.last is not None and after >= status.last.id:
         return web.Response(status=204)
     response = web.StreamResponse(headers=sse.HEADERS)
     await response.prepare(request)
@@ -218,7 +227,7 @@ async def events(request: web.Request) -> web.StreamResponse:
         told.extend(news)
         fresh.set()
 
-    leave = network.gateway.broker.subscribe(name, after, hear)
+    leave = await network.gateway.broker.subscribe(name, after, hear)
     try:
         await _tell(network, name, response, told, fresh)
         await response.write_eof()
@@ -234,7 +243,9 @@ async def _tell(
     loop, position = asyncio.get_running_loop(), -1
     written = loop.time()
     while True:
-        status = await network.gateway.broker.status(name)
+        status = None
+        with contextlib.suppress(BrokerUnavailable):  # it may come back before it matters
+            status = await network.gateway.broker.status(name)
         if status is not None and status.position is not None and status.position != position and not told:
             position = status.position
             await response.write(_frame("queued", None, {"position": position, "size": network.gateway.waiting}))
@@ -251,24 +262,24 @@ async def _tell(
         fresh.clear()
         batch = told[:]
         told.clear()
-        await response.write(b"".join(_frame(event.kind, event.id, _data(event)) for event in batch))
+        await response.write(b"".join(_frame(event.kind, event.name, _data(event)) for event in batch))
         written = loop.time()
         if batch[-1].kind in TERMINAL:
             return
 
 
-def _after(request: web.Request) -> int:
+def _after(request: web.Request) -> EventId:
     """
     Raises:
         InvalidRequest: the id is none of an event.
     """
     given = request.headers.get("Last-Event-ID") or request.query.get("after")
     if not given:
-        return -1
+        return BEGINNING
     match = EVENT_ID.fullmatch(given)
     if match is None:
         raise InvalidRequest("Last-Event-ID must be the id of an event, as 1-17", "Last-Event-ID")
-    return int(match[1])
+    return int(match[1]), int(match[2])
 
 
 def _frame(kind: str, event_id: str | None, data: dict[str, Any]) -> bytes:

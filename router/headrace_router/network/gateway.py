@@ -14,6 +14,7 @@ import asyncio
 import logging
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from headrace._common.errors import DeadlineExceeded, GenerationFailed, Headrace
 from headrace._common.tokenizing import Tokenizer
 from headrace_router.network import frames
 from headrace_router.network.broker import Broker
-from headrace_router.network.jobs import TERMINAL, Event, Holder, Job, JobStatus
+from headrace_router.network.jobs import BEGINNING, TERMINAL, Event, Holder, Job, JobStatus
 from headrace_router.network.output import JobOutput
 from headrace_router.network.session import Session
 from headrace_router.streams import TokenStream
@@ -38,13 +39,16 @@ NO_WORKER = "no worker is connected"
 
 
 class JobStream(TokenStream):
-    """The stream of a request that is a job. `admitted` is done when the broker has accepted or refused it."""
+    """The stream of a request that is a job. `admitted` is done when the broker has accepted or refused it.
 
-    __slots__ = ("admitted", "job")
+    `kept`: the job goes on when the gateway ends.
+    """
+
+    __slots__ = ("__weakref__", "admitted", "job", "kept")
 
     def __init__(self, job: str, on_cancel: Callable[[], None]) -> None:
         super().__init__(on_cancel)
-        self.job = job
+        self.job, self.kept = job, False
         self.admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # position in the queue
 
 
@@ -95,6 +99,7 @@ class Gateway:
         self._last_worker = time.monotonic()
         self._dispatching = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._streams: weakref.WeakSet[JobStream] = weakref.WeakSet()
         self._closed: str | None = None
         self.id = secrets.token_hex(4)
 
@@ -110,12 +115,17 @@ class Gateway:
             raise QueueFull(NO_WORKER, 5.0)
         flow = f"{request.tenant.name}/{request.workload}"
         job = Job(secrets.token_hex(16), flow, request.tenant.weight * CLASS_WEIGHTS[request.workload], request)
-        stream = JobStream(job.id, lambda: self._later(self.broker.cancel(job.id, "disconnect")))
+        stream = JobStream(job.id, lambda: self._given_up(stream))
+        self._streams.add(stream)
         if self._closed is not None:
             stream.fail(GenerationFailed(self._closed))
             return stream
         self._later(self._admit(job, stream))
         return stream
+
+    def _given_up(self, stream: JobStream) -> None:
+        if self._closed is None or not stream.kept:
+            self._later(self.broker.cancel(stream.job, "disconnect"))
 
     async def _admit(self, job: Job, stream: JobStream) -> None:
         try:
@@ -130,12 +140,20 @@ class Gateway:
         if stream.done:  # its reader left before it was here
             await self.broker.cancel(job.id, "disconnect")
         else:
-            self.broker.subscribe(job.id, -1, _Follower(stream, self._eos_id))
-            await self.dispatch()
+            await self._follow(stream)
         stream.admitted.set_result(position)
+
+    async def _follow(self, stream: JobStream) -> None:
+        try:
+            await self.broker.subscribe(stream.job, BEGINNING, _Follower(stream, self._eos_id))
+        except HeadraceError as error:
+            if not stream.done:
+                stream.fail(error)
+        await self.dispatch()
 
     def start(self) -> list[asyncio.Task[None]]:
         """Start the task that watches the clock; it never ends by itself."""
+        self.broker.on_work = lambda: self._later(self.dispatch())
         return [asyncio.create_task(self._sweep(), name="gateway-sweep")]
 
     async def close(self, reason: str) -> None:
@@ -143,7 +161,11 @@ class Gateway:
         self._closed = reason
         for session in list(self.sessions.values()):
             session.close(1001, reason)
-        await self.broker.end_all("shutdown", reason)
+        if self.broker.durable:  # its jobs go on elsewhere; who listens to them here is told
+            for stream in list(self._streams):
+                stream.abort(GenerationFailed(reason))
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.broker.close(reason)
         await asyncio.sleep(0)
         for task in list(self._tasks):
             task.cancel()
@@ -181,7 +203,7 @@ class Gateway:
     @property
     def nobody(self) -> bool:
         """Has no worker been there for a while?"""
-        return not self.sessions and time.monotonic() - self._last_worker >= self._no_worker_wait
+        return not self.broker.sessions and time.monotonic() - self._last_worker >= self._no_worker_wait
 
     # --- jobs ---
 
@@ -198,7 +220,12 @@ class Gateway:
     def _later(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("%s", error)
 
     async def dispatch(self) -> None:
         """Hand out waiting jobs while workers have free slots."""
@@ -216,7 +243,7 @@ class Gateway:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             await self.broker.sweep()
-            if self.sessions:
+            if self.broker.sessions:
                 self._last_worker = time.monotonic()
             elif self.nobody:
                 await self.broker.refuse_waiting("no_capacity", NO_WORKER)

@@ -11,6 +11,10 @@ from headrace_router.types import End, GenerateRequest, Token
 
 State = Literal["queued", "leased", "done", "failed", "cancelled", "expired"]
 TERMINAL = ("done", "failed", "cancelled", "expired")
+WINDOW = 32  # waiting jobs looked at for one that a session can run
+
+EventId = tuple[int, int]  # (attempt, seq): orders the events of a job
+BEGINNING: EventId = (0, -1)  # before every event
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Job:
 class Event(Struct, frozen=True):
     """An entry of a job's log: `started`, `resumed`, `token`, or the one terminal event.
 
-    `seq` is its place in the log. `id` orders events over all attempts and is what a reader names to go on after it.
+    `seq` is its place in the log. `id` orders events over all attempts; as text it is what a reader names to go on after it.
     """
 
     kind: str
@@ -48,7 +52,12 @@ class Event(Struct, frozen=True):
     facts: dict[str, Any] = {}
 
     @property
-    def id(self) -> str:
+    def id(self) -> EventId:
+        return self.attempt, self.seq
+
+    @property
+    def name(self) -> str:
+        """The id as text."""
         return f"{self.attempt}-{self.seq}"
 
 
@@ -116,3 +125,4 @@ class Policy:
     max_attempts: int = 4
     retention: float = 600.0  # of a log after the terminal event
     prompt_token: float = 0.02  # that each prompt token adds to the first lease
+    gateway_silence: float = 5.0  # without a sign of a gateway, until what its workers hold goes elsewhere

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from headrace._common.errors import NotFound, QueueFull
+from headrace._common.errors import Conflict, NotFound, QueueFull
 from headrace_router.network.broker import Listener, Revoked
 from headrace_router.network.fair_queue import FairQueue, Key
 from headrace_router.network.jobs import (
     TERMINAL,
+    WINDOW,
     Counts,
     Event,
+    EventId,
     Holder,
     Job,
     JobStatus,
@@ -23,7 +27,7 @@ from headrace_router.network.jobs import (
     State,
 )
 
-WINDOW = 32  # waiting jobs looked at for one that a session can run
+CLAIM_SECONDS = 0.02  # between looks at a key that somebody else makes a job for
 
 
 class _Record:
@@ -43,6 +47,7 @@ class _Record:
         self.leased: float | None = None  # first lease
         self.deadline = now + policy.max_queue_time  # of waiting, then of running
         self.lease_ends = 0.0
+        self.keys: list[str] = []  # idempotency keys that lead here
 
     @property
     def ended(self) -> bool:
@@ -52,6 +57,8 @@ class _Record:
 class MemoryBroker:
     """Dictionaries and a sorted queue; see `broker.Broker` for the rules."""
 
+    durable = False
+
     def __init__(self, policy: Policy, clock: Callable[[], float] = time.monotonic) -> None:
         self._policy, self._clock = policy, clock
         self._records: dict[str, _Record] = {}
@@ -60,7 +67,17 @@ class MemoryBroker:
         self._holders: dict[str, tuple[Holder, Revoked, dict[str, _Record]]] = {}
         self._gone: list[tuple[float, str]] = []  # ended jobs, by the time until which they are kept
         self._listeners = itertools.count()
+        self._claims: dict[str, tuple[str, str | None]] = {}  # idempotency key -> (digest, job)
+        self._tenants: Counter[str] = Counter()  # jobs that have not ended
+        self.on_work: Callable[[], None] = lambda: None  # there is nobody else who could bring work
         self.counts = Counts()
+
+    async def start(self, patience: float) -> None:
+        """There is nothing to reach."""
+
+    @property
+    def problem(self) -> str | None:
+        return None
 
     @property
     def waiting(self) -> int:
@@ -74,6 +91,10 @@ class MemoryBroker:
     def leased(self) -> int:
         return sum(len(held) for _, _, held in self._holders.values())
 
+    @property
+    def sessions(self) -> int:
+        return len(self._holders)
+
     # --- clients ---
 
     async def submit(self, job: Job) -> int:
@@ -83,7 +104,30 @@ class MemoryBroker:
         self._records[job.id] = self._live[job.id] = _Record(job, key, self._clock(), self._policy)
         self._queue.push(key)
         self.counts.accepted += 1
+        self._tenants[job.request.tenant.name] += 1
         return self._queue.position(key)
+
+    async def claim(self, key: str, digest: str) -> str | None:
+        while True:
+            known = self._claims.get(key)
+            if known is None:
+                self._claims[key] = (digest, None)
+                return None
+            if known[0] != digest:
+                raise Conflict("this Idempotency-Key was used for another request")
+            if known[1] is not None:
+                return known[1]
+            await asyncio.sleep(CLAIM_SECONDS)
+
+    async def settle(self, key: str, job: str | None) -> None:
+        if job is not None and (record := self._records.get(job)) is not None:
+            self._claims[key] = (self._claims[key][0], job)
+            record.keys.append(key)
+        else:
+            del self._claims[key]
+
+    async def live(self, tenant: str) -> int:
+        return self._tenants[tenant]
 
     async def cancel(self, job: str, by: str) -> bool:
         record = self._records.get(job)
@@ -101,13 +145,13 @@ class MemoryBroker:
             record.job, record.state, record.attempt, len(record.output), position, record.log[-1] if record.ended else None
         )
 
-    def subscribe(self, job: str, after: int, listener: Listener) -> Callable[[], None]:
+    async def subscribe(self, job: str, after: EventId, listener: Listener) -> Callable[[], None]:
         record = self._records.get(job)
         if record is None:
             raise NotFound(f"there is no request {job[:64]}, or not any more")
         number = next(self._listeners)
         record.listeners[number] = listener
-        if events := record.log[after + 1 :]:
+        if events := record.log[after[1] + 1 :]:
             listener(events)
         return lambda: record.listeners.pop(number, None) and None
 
@@ -156,7 +200,13 @@ class MemoryBroker:
         prompt = len(record.job.request.prompt) + len(record.output)
         return now + self._policy.lease + prompt * self._policy.prompt_token
 
-    async def progress(self, news: Progress) -> bool:
+    async def reclaim(self, session: str, job: str, attempt: int) -> Lease | None:
+        return None  # a session that ends has given back what it had, before the worker can be here again
+
+    async def progress(self, news: Sequence[Progress]) -> list[bool]:
+        return [self._progress(one) for one in news]
+
+    def _progress(self, news: Progress) -> bool:
         record = self._current(news.job, news.attempt)
         if record is None:
             return False
@@ -210,19 +260,18 @@ class MemoryBroker:
                 self._revoke(record, "stale")
                 self._requeue(record, "lease", exclude=True)
         while self._gone and self._gone[0][0] <= now:
-            del self._records[self._gone.pop(0)[1]]
+            for key in self._records.pop(self._gone.pop(0)[1]).keys:
+                del self._claims[key]
 
     async def refuse_waiting(self, code: str, message: str) -> None:
-        """Fail the jobs that wait and that no worker has ever had."""
         for job in list(self._queue):
             record = self._records[job]
             if record.leased is None:
                 self._end(record, "failed", {"code": code, "message": message, "retriable": True})
 
-    async def end_all(self, code: str, message: str) -> None:
-        """Fail every job: the gateway stops."""
+    async def close(self, reason: str) -> None:
         for record in list(self._live.values()):
-            self._end(record, "failed", {"code": code, "message": message, "retriable": True}, revoke=code)
+            self._end(record, "failed", {"code": "shutdown", "message": reason, "retriable": True}, revoke="shutdown")
 
     # --- transitions ---
 
@@ -267,6 +316,10 @@ class MemoryBroker:
         self._let_go(record)
         record.state = kind
         del self._live[record.job.id]
+        tenant = record.job.request.tenant.name
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
         self.counts.outcomes[kind] += 1
         job, used = record.job, len(record.job.request.prompt) + 2 * len(record.output)
         self._queue.correct(job.flow, (used - job.cost) / job.weight)

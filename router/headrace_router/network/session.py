@@ -19,13 +19,14 @@ from msgspec import Struct
 from headrace_router.network import frames
 from headrace_router.network.broker import Broker
 from headrace_router.network.frames import Codec, Malformed
-from headrace_router.network.jobs import Lease
+from headrace_router.network.jobs import Lease, Progress
 from headrace_router.network.output import JobOutput
 from headrace_router.network.wire import to_frame
 
 log = logging.getLogger(__name__)
 
 OUTBOX = 1024  # frames
+INBOX = 16 << 20  # bytes of frames that wait while the broker does not answer
 WRITE_SECONDS = 10.0  # for one frame
 MALFORMED = 3  # frames, until the connection is closed
 NACK_SECONDS = 1.0  # without jobs for a worker that has refused one
@@ -49,6 +50,8 @@ class Session:
         self.unknown_frames = 0
         self._socket, self._codec, self._broker, self._freed = socket, codec, broker, freed
         self._outbox: asyncio.Queue[Struct] = asyncio.Queue(OUTBOX)
+        self._inbox: asyncio.Queue[bytes | str | None] = asyncio.Queue()  # None: the connection has ended
+        self._inbox_bytes = 0
         self._rests_until = 0.0  # time.monotonic(): it has said that it is busy
         self._last_token = 0.0  # time.monotonic()
         self._rate: deque[tuple[float, int]] = deque()
@@ -112,13 +115,37 @@ class Session:
     # --- receiving ---
 
     async def read(self) -> str:
-        """Act on frames until the connection ends; says why it did."""
+        """Act on frames until the connection ends; says why it did.
+
+        Raises:
+            BrokerUnavailable: for longer than its grace.
+        """
+        receiving = asyncio.create_task(self._receive())
+        try:
+            return await self._act_on_all()
+        finally:
+            receiving.cancel()
+
+    async def _receive(self) -> None:
+        """Take frames as they come, so that pings are answered while the broker is waited for."""
+        try:
+            async for message in self._socket:
+                if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
+                    return
+                self._inbox_bytes += len(message.data)
+                if self._inbox_bytes > INBOX:
+                    self.close(4408, "too many of your frames wait")
+                    return
+                self._inbox.put_nowait(message.data)
+        finally:
+            self._inbox.put_nowait(None)
+
+    async def _act_on_all(self) -> str:
         wrong = 0
-        async for message in self._socket:
-            if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
-                return "the connection failed"
+        while (data := await self._inbox.get()) is not None:
+            self._inbox_bytes -= len(data)
             try:
-                frame = self._codec.decode(message.data)
+                frame = self._codec.decode(data)
                 if frame is None:
                     self.unknown_frames += 1
                 elif await self._act(frame):
@@ -165,25 +192,41 @@ class Session:
         return output
 
     async def _step(self, frame: frames.Step) -> None:
+        """The tokens of one step, of all jobs at once."""
         now, before = time.monotonic(), self.tokens
+        news: list[Progress] = []
+        wrong: Malformed | None = None
         for (job, attempt), rows in groupby(frame.x, key=lambda row: (row[0], row[1])):
             output = self._output(job, attempt)
             if output is None:
                 continue
             try:
-                news = output.take(list(rows))
-            except Malformed:
+                made = output.take(list(rows))
+            except Malformed as error:
+                wrong = error
                 await self._give_back(job, attempt, "garbage")
-                raise
-            self.tokens += len(news.tokens)
-            taken = await self._broker.progress(news)
-            if not taken or news.end is not None:
-                self.outputs.pop(job, None)
-                if not taken or (news.end is not None and news.end.finish_reason == "stop_sequence"):
-                    self.send(frames.Cancel(job, attempt, "stop" if taken else "stale"))
-                await self._freed()
+                continue
+            news.append(made)
+            self.tokens += len(made.tokens)
+            if made.end is not None:
+                del self.outputs[job]
+        if news:
+            await self._hand_over(news)
         self._last_token = now
         self._rate.append((now, self.tokens - before))
+        if wrong is not None:
+            raise wrong
+
+    async def _hand_over(self, news: list[Progress]) -> None:
+        freed = False
+        for one, taken in zip(news, await self._broker.progress(news), strict=True):
+            if not taken or one.end is not None:
+                freed = True
+                self.outputs.pop(one.job, None)
+                if not taken or (one.end is not None and one.end.finish_reason == "stop_sequence"):
+                    self.send(frames.Cancel(one.job, one.attempt, "stop" if taken else "stale"))
+        if freed:
+            await self._freed()
 
     async def _done(self, frame: frames.Done) -> None:
         output = self.outputs.get(frame.job)
@@ -194,7 +237,7 @@ class Session:
             return
         news = output.finish(frame.finish)
         self.outputs.pop(frame.job, None)
-        await self._broker.progress(news)
+        await self._broker.progress([news])
         await self._freed()
 
     async def _fail(self, frame: frames.Fail) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace._common.errors import NotFound, QueueFull
-from headrace_router.network.jobs import TERMINAL, Event, Holder, Job, Policy, Progress
+from headrace_router.network.jobs import BEGINNING, TERMINAL, Event, Holder, Job, Policy, Progress
 from headrace_router.network.memory import MemoryBroker
 from headrace_router.types import End, GenerateRequest, Token
 
@@ -88,7 +88,7 @@ class BrokerMachine(RuleBasedStateMachine):
             return
         run(self.broker.submit(job(name)))
         self.jobs[name] = Model()
-        self.broker.subscribe(name, -1, self.jobs[name].heard.extend)
+        run(self.broker.subscribe(name, BEGINNING, self.jobs[name].heard.extend))
 
     @rule(session=st.sampled_from(SESSIONS), most=st.integers(1, 3))
     def lease(self, session: str, most: int) -> None:
@@ -107,7 +107,7 @@ class BrokerMachine(RuleBasedStateMachine):
         attempt, index = model.attempt - back, max(len(model.output) + offset, 0)
         ids = [100 + index + k for k in range(count)]
         news = Progress(name, attempt, index, tokens(*ids), END if ends else None)
-        taken = run(self.broker.progress(news))
+        [taken] = run(self.broker.progress([news]))
         assert taken == (self.current(model, attempt) and index <= len(model.output))
         if not self.current(model, attempt):
             return
@@ -172,7 +172,7 @@ class BrokerMachine(RuleBasedStateMachine):
             assert not ends or model.heard[-1].kind == ends[0]
             assert sum(event.kind in ("started", "resumed") for event in model.heard) == model.attempt <= POLICY.max_attempts
             again: list[Event] = []
-            self.broker.subscribe(name, -1, again.extend)()
+            run(self.broker.subscribe(name, BEGINNING, again.extend))()
             assert again == model.heard
 
     @invariant()
@@ -195,12 +195,12 @@ def test_a_lost_job_goes_before_later_ones_to_another_worker() -> None:
     for name in ("first", "second"):
         run(broker.submit(job(name)))
     [lease] = run(broker.lease("a", 1))
-    run(broker.progress(Progress("first", 1, 0, tokens(7, 8))))
+    run(broker.progress([Progress("first", 1, 0, tokens(7, 8))]))
     assert run(broker.release("first", 1, "oom"))
     assert [lease.job.id for lease in run(broker.lease("a", 1))] == ["second"]
     [again] = run(broker.lease("b", 1))
     assert (again.job.id, again.attempt, again.generated) == ("first", 2, (7, 8))
-    assert not run(broker.progress(Progress("first", lease.attempt, 2, tokens(9))))
+    assert run(broker.progress([Progress("first", lease.attempt, 2, tokens(9))])) == [False]
 
 
 def test_a_job_that_only_one_worker_is_left_for_goes_there_again() -> None:
@@ -221,7 +221,7 @@ def test_a_job_goes_on_only_in_the_format_that_it_began_in() -> None:
     run(broker.attach(Holder("a", "f32", 100), lambda *what: None))
     run(broker.submit(job("x")))
     run(broker.lease("a", 1))
-    run(broker.progress(Progress("x", 1, 0, tokens(7))))
+    run(broker.progress([Progress("x", 1, 0, tokens(7))]))
     run(broker.attach(Holder("int8", "int8", 100), lambda *what: None))
     run(broker.attach(Holder("small", "f32", 10), lambda *what: None))
     run(broker.detach("a", "closed"))
@@ -254,7 +254,7 @@ def test_time_ends_leases_and_jobs() -> None:
     run(broker.sweep())
     assert run(broker.status("x")) is None
     with pytest.raises(NotFound):
-        broker.subscribe("x", -1, lambda events: None)
+        run(broker.subscribe("x", BEGINNING, lambda events: None))
 
 
 def test_flows_share_by_weight() -> None:
