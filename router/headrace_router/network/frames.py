@@ -45,6 +45,7 @@ class Hello(Struct, tag_field="t", tag="hello"):
     slots: int
     agent: str = ""
     proto: int = VERSION
+    capacity: int | None = None  # jobs that it takes now, as `capacity` tells later; None: all slots
 
 
 class Accept(Struct, tag_field="t", tag="accept"):
@@ -140,6 +141,7 @@ class Welcome(Struct, tag_field="t", tag="welcome"):
     heartbeat_s: float = HEARTBEAT
     lease_s: float = 0.0
     max_frame: int = MAX_FRAME
+    models: list[str] = []  # in demand
 
 
 class Params(Struct, omit_defaults=True):

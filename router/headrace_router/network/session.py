@@ -48,7 +48,7 @@ class Session:
         self.model = hello.models[0]
         self.speaks_text = frames.TEXT in self.model.features
         self.outputs: dict[str, JobOutput | TextOutput] = {}
-        self.offered = slots  # jobs that it takes now: none while its lender has it pause
+        self.offered = slots if hello.capacity is None else max(hello.capacity, 0)  # jobs that its lender lets it take now
         text = self.speaks_text
         self.holder = Holder(
             name, self.model.format, self.model.max_total, features=frozenset(self.model.features) if text else None,
