@@ -20,8 +20,9 @@ REFUSED: Final = range(4400, 4500)  # close codes that say why
 
 Row = tuple[str, int, int, int, float | None, int, list[tuple[int, float]]]
 # (job, attempt, index, token id, log probability, flags (0), most likely tokens)
-TextRow = tuple[str, int, int, str, int | None, float | None, list[tuple[int, float]]]
-# (job, attempt, number of the row, text, token id, log probability, most likely tokens); None: the worker does not know it
+TextRow = tuple[str, int, int, str, int | None, float | None, list[tuple[int, float]], str | None]
+# (job, attempt, number of the row, text, token id, log probability, most likely tokens, finish as `done` has it, on the last);
+# None: the worker does not know it
 TEXT: Final = "text"  # the feature of a worker that takes and gives text, and so goes on after nobody's tokens exactly
 
 
@@ -78,7 +79,7 @@ class Step(Struct, tag_field="t", tag="step"):
 
 
 class TextStep(Struct, tag_field="t", tag="text"):
-    """Worker that speaks text: what has come of its jobs; a row stands for at least one token."""
+    """Worker that speaks text: what has come of its jobs; a row with text or an id stands for at least one token."""
 
     x: list[TextRow]
 
