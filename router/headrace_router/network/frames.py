@@ -20,8 +20,9 @@ REFUSED: Final = range(4400, 4500)  # close codes that say why
 
 Row = tuple[str, int, int, int, float | None, int, list[tuple[int, float]]]
 # (job, attempt, index, token id, log probability, flags (0), most likely tokens)
-TextRow = tuple[str, int, int, str, int | None, float | None, list[tuple[int, float]]]
-# (job, attempt, number of the row, text, token id, log probability, most likely tokens); None: the worker does not know it
+TextRow = tuple[str, int, int, str, int | None, float | None, list[tuple[int, float]], str | None]
+# (job, attempt, number of the row, text, token id, log probability, most likely tokens, finish as `done` has it, on the last);
+# None: the worker does not know it
 TEXT: Final = "text"  # the feature of a worker that takes and gives text, and so goes on after nobody's tokens exactly
 
 
@@ -45,6 +46,7 @@ class Hello(Struct, tag_field="t", tag="hello"):
     slots: int
     agent: str = ""
     proto: int = VERSION
+    capacity: int | None = None  # jobs that it takes now, as `capacity` tells later; None: all slots
 
 
 class Accept(Struct, tag_field="t", tag="accept"):
@@ -81,7 +83,7 @@ class Step(Struct, tag_field="t", tag="step", omit_defaults=True):
 
 
 class TextStep(Struct, tag_field="t", tag="text"):
-    """Worker that speaks text: what has come of its jobs; a row stands for at least one token."""
+    """Worker that speaks text: what has come of its jobs; a row with text or an id stands for at least one token."""
 
     x: list[TextRow]
 
@@ -145,6 +147,7 @@ class Welcome(Struct, tag_field="t", tag="welcome"):
     heartbeat_s: float = HEARTBEAT
     lease_s: float = 0.0
     max_frame: int = MAX_FRAME
+    models: list[str] = []  # in demand
 
 
 class Params(Struct, omit_defaults=True):

@@ -291,7 +291,7 @@ class Gateway:
 
     def _output(self, session: Session, lease: Lease) -> JobOutput | TextOutput:
         if session.speaks_text:
-            return TextOutput(lease, self._tokenizer, self._leading, self._vocab_size)
+            return TextOutput(lease, self._tokenizer, self._leading, self._eos_id, self._vocab_size)
         return JobOutput(lease, self._tokenizer, self._eos_ids, self._vocab_size)
 
     async def _sweep(self) -> None:

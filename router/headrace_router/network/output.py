@@ -21,6 +21,16 @@ from headrace_router.types import End, FinishReason, PromptToken, Token, TopToke
 FINISHES: dict[str, FinishReason] = {"eos": "eos_token", "length": "length", "stop": "stop_sequence"}
 
 
+def finish_of(told: str) -> FinishReason:
+    """
+    Raises:
+        Malformed: it is not how a worker tells why an output ended.
+    """
+    if told not in FINISHES:
+        raise Malformed(f"finish {told[:20]!r} is none of {', '.join(FINISHES)}")
+    return FINISHES[told]
+
+
 class Output(ABC):
     """One attempt at one job, whatever the worker sends.
 
@@ -66,10 +76,9 @@ class Output(ABC):
         Raises:
             Malformed: for no reason that there is.
         """
-        if reason not in FINISHES:
-            raise Malformed(f"finish {reason[:20]!r} is none of {', '.join(FINISHES)}")
+        why = finish_of(reason)
         self._flush()
-        return Progress(self.lease.job.id, self.lease.attempt, self.length, [], self.end(FINISHES[reason]))
+        return Progress(self.lease.job.id, self.lease.attempt, self.length, [], self.end(why))
 
     def end(self, reason: FinishReason) -> End:
         """What `done` tells."""

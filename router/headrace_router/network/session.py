@@ -50,7 +50,7 @@ class Session:
         self.model = hello.models[0]
         self.speaks_text = frames.TEXT in self.model.features
         self.outputs: dict[str, JobOutput | TextOutput] = {}
-        self.offered = slots  # jobs that it takes now: none while its lender has it pause
+        self.offered = slots if hello.capacity is None else max(hello.capacity, 0)  # jobs that its lender lets it take now
         self.holder = Holder(
             name, self.model.format, self.model.max_total, features=features.offered(self.model),
             resumes=features.resumes(self.model.features),
