@@ -88,7 +88,7 @@ class Router:
         settings = self._settings
         shard: Backend
         if settings.role == "gateway":
-            broker = MemoryBroker(role.policy(settings, preset(settings).max_queue_size))
+            broker = MemoryBroker(role.policy(settings, preset(settings)))
             shard = NetworkBackend(self._folder, settings.model_id, self._text.tokenizer.vocab_size, broker)
         else:
             shard = ShardClient(settings.shard_target)
@@ -134,7 +134,10 @@ class Router:
                 self.service.model_name, settings.model_sha, shard.info.quantization or shard.info.dtype, tokenizer_hash,
                 limits.max_input_tokens, limits.max_total_tokens, list(shard.info.features),
             )
-            lender = Lender(settings.slots or limits.max_batch_size, settings.pause_above_load)
+            assert isinstance(batcher, Batcher)
+            lender = Lender(
+                settings.slots or limits.max_batch_size, settings.pause_above_load, free_tokens=lambda: batcher.free_tokens
+            )
             self._agent = Agent(
                 settings.gateway, self._own_token, model, lender, lambda frame: batcher.submit(to_request(frame))
             )
