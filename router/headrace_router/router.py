@@ -24,7 +24,6 @@ from headrace_router.network import role
 from headrace_router.network.agent import Agent
 from headrace_router.network.frames import Model
 from headrace_router.network.gateway import Gateway
-from headrace_router.network.memory import MemoryBroker
 from headrace_router.network.role import Network, NetworkBackend
 from headrace_router.network.tokens import WorkerTokens
 from headrace_router.pace import Forecast, Pace
@@ -81,9 +80,10 @@ class Router:
             StartupError: the shard does not answer or serves less than is asked for, or the address is taken.
         """
         settings = self._settings
+        tokenizer_hash = hashlib.sha256(self._folder.tokenizer_path.read_bytes()).hexdigest()
         shard: Backend
         if settings.role == "gateway":
-            broker = MemoryBroker(role.policy(settings, preset(settings).max_queue_size))
+            broker = role.make_broker(settings, role.policy(settings, preset(settings).max_queue_size), tokenizer_hash)
             shard = NetworkBackend(self._folder, settings.model_id, self._text.tokenizer.vocab_size, broker)
         else:
             shard = ShardClient(settings.shard_target)
@@ -92,7 +92,6 @@ class Router:
         limits = find_limits(settings, shard.info)
         metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
         tuned = preset(settings)
-        tokenizer_hash = hashlib.sha256(self._folder.tokenizer_path.read_bytes()).hexdigest()
         batcher = self.batcher = self._make_core(shard, limits, metrics, tuned)
         network = None
         if isinstance(batcher, Gateway) and self._worker_tokens is not None:
