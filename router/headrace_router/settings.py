@@ -108,6 +108,11 @@ class RouterSettings:
     slots: int | None = option(
         None, "requests that a worker takes at once; --max-batch-size if not given", env="HEADRACE_SLOTS", minimum=1
     )
+    pause_above_load: float | None = option(
+        None, "load of the machine (of the last minute) above which a worker takes no new requests",
+        env="HEADRACE_PAUSE_ABOVE_LOAD", minimum=0,
+    )
+    worker_socket: str = option("", "control socket of a worker, as the launcher makes it", env=None)
     insecure: bool = option(False, "let a worker use ws:// beyond this machine: its token can be read on the way", env=None)
     broker: str = option(
         "memory://", "where a gateway keeps its requests: memory://; embedded: a Valkey server of its own, on disk; redis://, "
@@ -123,10 +128,30 @@ class RouterSettings:
         10.0, "seconds between two tokens after which another worker goes on", env="HEADRACE_STALL_TIMEOUT", minimum=0.1
     )
     no_worker_wait: float = option(
-        10.0, "seconds without a worker after which a gateway refuses requests", env="HEADRACE_NO_WORKER_WAIT", minimum=0
+        10.0, "seconds without a worker that could serve it, after which a gateway refuses a request",
+        env="HEADRACE_NO_WORKER_WAIT", minimum=0,
+    )
+    disconnect_grace: float = option(
+        10.0, "seconds that a gateway's stream goes on without its client, who may come back for it; 0: it ends at once",
+        env="HEADRACE_DISCONNECT_GRACE", minimum=0,
     )
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")
+
+
+@dataclass(frozen=True)
+class UpstreamSettings:
+    """What `headrace worker` lends in place of shards of its own."""
+
+    upstream: str | None = option(
+        None, "URL of a running server to lend, as http://127.0.0.1:8080: Headrace, TGI, vLLM, llama.cpp; no model is loaded",
+        env="HEADRACE_UPSTREAM",
+    )
+    upstream_api: str = option(
+        "auto", "API of the upstream; auto: TGI's where it has one, else OpenAI's completions", env="HEADRACE_UPSTREAM_API",
+        choices=("auto", "tgi", "openai"),
+    )
+    upstream_api_key: str | None = option(None, "key that the upstream wants", env="HEADRACE_UPSTREAM_API_KEY")
 
 
 def broker_problem(url: str) -> str | None:

@@ -3,7 +3,7 @@
 -- KEYS[1]: the prefix of all keys, which is one hash tag.
 -- ARGV: operation; time in ms, "" for the store's own; the calling gateway; the policy (10 numbers); a random name for a store
 -- that has none; what the operation takes.
--- Returns {result, notes, {waiting, tokens, leased, sessions, version of the sessions, epoch, waiting by class...}}.
+-- Returns {result, notes, {waiting, tokens, leased, version of the sessions, epoch, waiting by class...}}.
 --
 -- PREFIX:queue       zset   waiting jobs as "arrival:job", by score
 -- PREFIX:leases      zset   job -> end of its lease, ms
@@ -548,6 +548,6 @@ for to, message in pairs(remote) do send(to, message) end
 local stats = call('HMGET', STATE, 'tokens', 'version', 'epoch', 'class:chat', 'class:agent', 'class:document')
 return {
   result or false, notes,
-  {call('ZCARD', QUEUE), tonumber(stats[1]) or 0, call('ZCARD', LEASES), call('SCARD', SESSIONS), tonumber(stats[2]) or 0,
+  {call('ZCARD', QUEUE), tonumber(stats[1]) or 0, call('ZCARD', LEASES), tonumber(stats[2]) or 0,
     stats[3], tonumber(stats[4]) or 0, tonumber(stats[5]) or 0, tonumber(stats[6]) or 0},
 }

@@ -15,7 +15,7 @@ broker cannot be reached, methods of clients raise `BrokerUnavailable` at once, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from headrace_router.network.jobs import Counts, Event, EventId, Holder, Job, JobStatus, Lease, Progress
@@ -96,15 +96,21 @@ class Broker(Protocol):
     # --- workers ---
 
     async def attach(self, holder: Holder, revoked: Revoked) -> None:
-        """A session may hold leases from now on."""
+        """A session may hold leases from now on; once more for one that does: it has changed, and keeps what it holds."""
         ...
 
     async def detach(self, session: str, reason: str) -> None:
         """A session is gone: all that it holds is released."""
         ...
 
-    async def lease(self, session: str, most: int) -> list[Lease]:
-        """Hand out the next jobs that the session can run, at most that many."""
+    async def lease(self, session: str, most: int, tokens: int | None = None) -> list[Lease]:
+        """Hand out the next jobs that the session can run: at most so many, which may grow to at most so many tokens together.
+
+        If there is no room for the next one, nothing that comes later passes it by.
+
+        It must be trusted enough for a job, have room and the features for it. If it, or who had the job before, does not
+        resume exactly, the output begins again: `reset`. A job that is `only` for a session goes to that one, always.
+        """
         ...
 
     async def reclaim(self, session: str, job: str, attempt: int) -> Lease | None:
@@ -133,8 +139,13 @@ class Broker(Protocol):
         """Act on what has passed: leases, deadlines, logs kept long enough. To be called several times a second."""
         ...
 
-    async def refuse_waiting(self, code: str, message: str) -> None:
-        """Fail the jobs that wait and that no worker has ever had."""
+    async def refuse(self, job: str, code: str, message: str) -> bool:
+        """Fail a job that waits and that no worker has ever had."""
+        ...
+
+    @property
+    def holders(self) -> Collection[Holder]:
+        """The sessions that may hold leases now, of all gateways."""
         ...
 
     @property
@@ -148,11 +159,11 @@ class Broker(Protocol):
         ...
 
     @property
-    def leased(self) -> int:
-        """Jobs that sessions hold."""
+    def waiting_by_class(self) -> Mapping[str, int]:
+        """Jobs in the queue, by workload class."""
         ...
 
     @property
-    def sessions(self) -> int:
-        """Workers that are attached, at any gateway."""
+    def leased(self) -> int:
+        """Jobs that sessions hold."""
         ...

@@ -20,6 +20,10 @@ REFUSED: Final = range(4400, 4500)  # close codes that say why
 
 Row = tuple[str, int, int, int, float | None, int, list[tuple[int, float]]]
 # (job, attempt, index, token id, log probability, flags (0), most likely tokens)
+TextRow = tuple[str, int, int, str, int | None, float | None, list[tuple[int, float]], str | None]
+# (job, attempt, number of the row, text, token id, log probability, most likely tokens, finish as `done` has it, on the last);
+# None: the worker does not know it
+TEXT: Final = "text"  # the feature of a worker that takes and gives text, and so goes on after nobody's tokens exactly
 
 
 class Model(Struct):
@@ -42,6 +46,7 @@ class Hello(Struct, tag_field="t", tag="hello"):
     slots: int
     agent: str = ""
     proto: int = VERSION
+    capacity: int | None = None  # jobs that it takes now, as `capacity` tells later; None: all slots
 
 
 class Accept(Struct, tag_field="t", tag="accept"):
@@ -52,7 +57,7 @@ class Accept(Struct, tag_field="t", tag="accept"):
 
 
 class Nack(Struct, tag_field="t", tag="nack"):
-    """Worker: the job is not taken; another worker may."""
+    """Worker: the job is not taken; another worker may. `code`: busy, oom, unsupported or draining."""
 
     job: str
     attempt: int
@@ -67,10 +72,26 @@ class PromptTokens(Struct, tag_field="t", tag="prompt"):
     tokens: list[tuple[int, float | None, list[tuple[int, float]] | None]]
 
 
-class Step(Struct, tag_field="t", tag="step"):
-    """Worker: the tokens of one decode step, of all jobs."""
+class Step(Struct, tag_field="t", tag="step", omit_defaults=True):
+    """Worker: the tokens of one decode step, of all jobs.
+
+    `begun`: of those whose first token this is: (job, attempt, prompt tokens that were cached, seconds in its own queue).
+    """
 
     x: list[Row]
+    begun: list[tuple[str, int, int, float]] = []
+
+
+class TextStep(Struct, tag_field="t", tag="text"):
+    """Worker that speaks text: what has come of its jobs; a row with text or an id stands for at least one token."""
+
+    x: list[TextRow]
+
+
+class Capacity(Struct, tag_field="t", tag="capacity"):
+    """Worker: how many jobs it takes from now on, within what was granted; 0: it pauses."""
+
+    slots: int
 
 
 class Done(Struct, tag_field="t", tag="done"):
@@ -92,10 +113,11 @@ class Fail(Struct, tag_field="t", tag="fail"):
 
 
 class Status(Struct, tag_field="t", tag="status"):
-    """Worker: what it runs, every heartbeat."""
+    """Worker: what it runs, every heartbeat. `slots_free`, `kv_free_tokens`: what it could take beside that, if it says so."""
 
     running: list[tuple[str, int, int]]
-    slots_free: int = 0
+    slots_free: int | None = None
+    kv_free_tokens: int | None = None
     waiting: int = 0
     tok_s: float = 0.0
 
@@ -125,6 +147,7 @@ class Welcome(Struct, tag_field="t", tag="welcome"):
     heartbeat_s: float = HEARTBEAT
     lease_s: float = 0.0
     max_frame: int = MAX_FRAME
+    models: list[str] = []  # in demand
 
 
 class Params(Struct, omit_defaults=True):
@@ -169,6 +192,8 @@ class JobFrame(Struct, tag_field="t", tag="job"):
     rng_offset: int
     want: Want
     workload: str = "chat"
+    trace: str | None = None  # W3C's traceparent of the request
+    text: str | None = None  # of the prompt, in place of its ids, for a worker that speaks text
 
 
 class Cancel(Struct, tag_field="t", tag="cancel"):
@@ -192,7 +217,7 @@ class Refusal(Struct, tag_field="t", tag="error"):
     message: str
 
 
-FromWorker = Hello | Accept | Nack | PromptTokens | Step | Done | Fail | Status | Bye | Ping | Pong
+FromWorker = Hello | Accept | Nack | PromptTokens | Step | TextStep | Capacity | Done | Fail | Status | Bye | Ping | Pong
 FromGateway = Welcome | JobFrame | Cancel | Drain | Refusal | Ping | Pong
 
 

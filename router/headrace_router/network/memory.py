@@ -26,6 +26,7 @@ from headrace_router.network.jobs import (
     Progress,
     State,
 )
+from headrace_router.tenants import CLASSES
 
 CLAIM_SECONDS = 0.02  # between looks at a key that somebody else makes a job for
 
@@ -40,6 +41,7 @@ class _Record:
         self.session: str | None = None  # the holder of the lease
         self.excluded: set[str] = set()  # sessions that have failed it
         self.weight_format: str | None = None  # of the worker that said its first token
+        self.exact = True  # others can go on after the output exactly
         self.log: list[Event] = []
         self.output: list[int] = []
         self.listeners: dict[int, Listener] = {}
@@ -64,6 +66,8 @@ class MemoryBroker:
         self._records: dict[str, _Record] = {}
         self._live: dict[str, _Record] = {}  # those that have not ended
         self._queue = FairQueue()
+        self._waiting_tokens = 0
+        self.waiting_by_class = dict.fromkeys(CLASSES, 0)
         self._holders: dict[str, tuple[Holder, Revoked, dict[str, _Record]]] = {}
         self._gone: list[tuple[float, str]] = []  # ended jobs, by the time until which they are kept
         self._listeners = itertools.count()
@@ -85,24 +89,21 @@ class MemoryBroker:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(self._records[job].job.total_tokens for job in self._queue)
+        return self._waiting_tokens
 
     @property
     def leased(self) -> int:
         return sum(len(held) for _, _, held in self._holders.values())
 
-    @property
-    def sessions(self) -> int:
-        return len(self._holders)
-
     # --- clients ---
 
     async def submit(self, job: Job) -> int:
-        if len(self._queue) >= self._policy.max_queue_size:
+        most, tokens = self._policy.max_queue_tokens, self._waiting_tokens + job.total_tokens
+        if len(self._queue) >= self._policy.max_queue_size or (most is not None and self._queue and tokens > most):
             raise QueueFull("Model is overloaded: the queue is full")
         key = self._queue.score(job.id, job.flow, job.cost / job.weight)
         self._records[job.id] = self._live[job.id] = _Record(job, key, self._clock(), self._policy)
-        self._queue.push(key)
+        self._wait(self._records[job.id])
         self.counts.accepted += 1
         self._tenants[job.request.tenant.name] += 1
         return self._queue.position(key)
@@ -158,14 +159,19 @@ class MemoryBroker:
     # --- workers ---
 
     async def attach(self, holder: Holder, revoked: Revoked) -> None:
-        self._holders[holder.session] = (holder, revoked, {})
+        known = self._holders.get(holder.session)
+        self._holders[holder.session] = (holder, revoked, known[2] if known is not None else {})
 
     async def detach(self, session: str, reason: str) -> None:
         found = self._holders.pop(session, None)
         for record in list(found[2].values()) if found is not None else []:
             self._requeue(record, reason)
 
-    async def lease(self, session: str, most: int) -> list[Lease]:
+    @property
+    def holders(self) -> list[Holder]:
+        return [holder for holder, _, _ in self._holders.values()]
+
+    async def lease(self, session: str, most: int, tokens: int | None = None) -> list[Lease]:
         holder, _, held = self._holders[session]
         made: list[Lease] = []
         window = [self._records[job] for job in itertools.islice(self._queue, WINDOW + most)]
@@ -174,7 +180,12 @@ class MemoryBroker:
                 break
             if not self._may_run(holder, record):
                 continue
+            if tokens is not None:
+                if record.job.total_tokens > tokens:
+                    break
+                tokens -= record.job.total_tokens
             self._queue.take(record.key)
+            self._count(record, -1)
             now = self._clock()
             record.attempt += 1
             record.state, record.session = "leased", session
@@ -183,18 +194,22 @@ class MemoryBroker:
                 record.deadline = now + self._policy.max_run_time
             record.lease_ends = self._first_lease(record, now)
             held[record.job.id] = record
-            self.counts.resumed_tokens += len(record.output)
             kind = "resumed" if record.output else "started"
+            if record.output and not (record.exact and holder.resumes):
+                kind, record.output, record.weight_format, record.exact = "reset", [], None, True
+            self.counts.resumed_tokens += len(record.output)
             self._append(record, [self._event(record, kind, facts={"from_index": len(record.output)})])
             made.append(Lease(record.job, record.attempt, tuple(record.output), record.leased - record.submitted))
         return made
 
     def _may_run(self, holder: Holder, record: _Record) -> bool:
-        if record.job.total_tokens > holder.max_total_tokens:
+        if not holder.fits(record.job):
             return False
-        if record.weight_format not in (None, holder.weight_format):
+        exact = record.exact and holder.resumes  # else it begins again, in whatever format
+        if exact and record.weight_format not in (None, holder.weight_format):
             return False
-        return holder.session not in record.excluded or self._holders.keys() <= record.excluded
+        only = record.job.only is not None
+        return only or holder.session not in record.excluded or self._holders.keys() <= record.excluded
 
     def _first_lease(self, record: _Record, now: float) -> float:
         prompt = len(record.job.request.prompt) + len(record.output)
@@ -221,7 +236,8 @@ class MemoryBroker:
         if events:
             record.lease_ends = self._clock() + self._policy.stall
             if record.weight_format is None and record.session is not None:
-                record.weight_format = self._holders[record.session][0].weight_format
+                holder = self._holders[record.session][0]
+                record.weight_format, record.exact = holder.weight_format, holder.resumes
         if news.end is not None:
             self._end(record, "done", {}, events=events, end=news.end)
         elif events:
@@ -263,11 +279,12 @@ class MemoryBroker:
             for key in self._records.pop(self._gone.pop(0)[1]).keys:
                 del self._claims[key]
 
-    async def refuse_waiting(self, code: str, message: str) -> None:
-        for job in list(self._queue):
-            record = self._records[job]
-            if record.leased is None:
-                self._end(record, "failed", {"code": code, "message": message, "retriable": True})
+    async def refuse(self, job: str, code: str, message: str) -> bool:
+        record = self._live.get(job)
+        if record is None or record.leased is not None:
+            return False
+        self._end(record, "failed", {"code": code, "message": message, "retriable": True})
+        return True
 
     async def close(self, reason: str) -> None:
         for record in list(self._live.values()):
@@ -293,7 +310,16 @@ class MemoryBroker:
             return
         self.counts.redeliveries[reason] = self.counts.redeliveries.get(reason, 0) + 1
         record.state = "queued"
+        self._wait(record)
+
+    def _wait(self, record: _Record) -> None:
         self._queue.push(record.key)
+        self._count(record, 1)
+
+    def _count(self, record: _Record, by: int) -> None:
+        """A job waits, or waits no more."""
+        self._waiting_tokens += by * record.job.total_tokens
+        self.waiting_by_class[record.job.request.workload] += by
 
     def _let_go(self, record: _Record) -> None:
         if record.session is not None and (found := self._holders.get(record.session)) is not None:
@@ -313,6 +339,7 @@ class MemoryBroker:
             self._revoke(record, revoke)
         if record.state == "queued":
             self._queue.drop(record.key)
+            self._count(record, -1)
         self._let_go(record)
         record.state = kind
         del self._live[record.job.id]

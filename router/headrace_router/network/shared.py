@@ -364,7 +364,7 @@ class SharedBroker:
             result, notes, state = await self._store.call(operation, *args, patient=patient)
         finally:
             self._was_away = self._was_away or self._store.is_away
-        waiting, tokens, leased, _, version, epoch, *classes = state
+        waiting, tokens, leased, version, epoch, *classes = state
         self._waiting, self._waiting_tokens, self._leased = waiting, tokens, leased
         self.waiting_by_class = dict(zip(CLASSES, classes, strict=True))
         if self._epoch != epoch:

@@ -232,7 +232,7 @@ def test_any_sequence_of_transitions(kind: str, valkey: Valkey) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     try:
-        run_state_machine_as_test(lambda: BrokerMachine(brokers), settings=examples)  # type: ignore[arg-type, no-untyped-call]
+        run_state_machine_as_test(lambda: BrokerMachine(brokers), settings=examples)  # type: ignore[arg-type]
     finally:
         brokers.close()
 
