@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -14,9 +15,10 @@ from headrace_router.network.broker import Broker
 from headrace_router.network.frames import TEXT, Hello
 from headrace_router.network.gateway import Gateway
 from headrace_router.network.jobs import Policy
+from headrace_router.network.memory import MemoryBroker
 from headrace_router.network.tokens import WorkerTokens
 from headrace_router.presets import Preset
-from headrace_router.settings import RouterSettings
+from headrace_router.settings import RouterSettings, broker_problem
 
 log = logging.getLogger(__name__)
 
@@ -109,14 +111,28 @@ def policy(settings: RouterSettings, tuned: Preset) -> Policy:
     )
 
 
+def make_broker(settings: RouterSettings, rules: Policy, tokenizer_hash: str) -> Broker:
+    """What keeps the gateway's requests; gateways of one model share them in one server.
+
+    Raises:
+        StartupError: the URL is none, or a package is missing for it.
+    """
+    if settings.broker == "memory://":
+        return MemoryBroker(rules)
+    from headrace_router.network.shared import SharedBroker  # here, since its client is an extra
+
+    name = re.sub(r"[^\w.-]", "_", PurePath(settings.model_id).name)
+    return SharedBroker(settings.broker, rules, f"{name}:{tokenizer_hash[:12]}")
+
+
 def check(settings: RouterSettings) -> str:
     """The file of the gateway's tokens.
 
     Raises:
         StartupError: a setting is missing, or asks for what there is not.
     """
-    if settings.broker != "memory://":
-        raise StartupError(f"--broker {settings.broker}: only memory:// is supported")
+    if (problem := broker_problem(settings.broker)) is not None:
+        raise StartupError(problem)
     if settings.gateway is not None:
         raise StartupError("--gateway is for workers; a gateway has --role gateway")
     if settings.worker_token_file is None:
