@@ -57,7 +57,7 @@ class Accept(Struct, tag_field="t", tag="accept"):
 
 
 class Nack(Struct, tag_field="t", tag="nack"):
-    """Worker: the job is not taken; another worker may."""
+    """Worker: the job is not taken; another worker may. `code`: busy, oom, unsupported or draining."""
 
     job: str
     attempt: int
@@ -72,10 +72,14 @@ class PromptTokens(Struct, tag_field="t", tag="prompt"):
     tokens: list[tuple[int, float | None, list[tuple[int, float]] | None]]
 
 
-class Step(Struct, tag_field="t", tag="step"):
-    """Worker: the tokens of one decode step, of all jobs."""
+class Step(Struct, tag_field="t", tag="step", omit_defaults=True):
+    """Worker: the tokens of one decode step, of all jobs.
+
+    `begun`: of those whose first token this is: (job, attempt, prompt tokens that were cached, seconds in its own queue).
+    """
 
     x: list[Row]
+    begun: list[tuple[str, int, int, float]] = []
 
 
 class TextStep(Struct, tag_field="t", tag="text"):
@@ -109,10 +113,11 @@ class Fail(Struct, tag_field="t", tag="fail"):
 
 
 class Status(Struct, tag_field="t", tag="status"):
-    """Worker: what it runs, every heartbeat."""
+    """Worker: what it runs, every heartbeat. `slots_free`, `kv_free_tokens`: what it could take beside that, if it says so."""
 
     running: list[tuple[str, int, int]]
-    slots_free: int = 0
+    slots_free: int | None = None
+    kv_free_tokens: int | None = None
     waiting: int = 0
     tok_s: float = 0.0
 
@@ -187,6 +192,7 @@ class JobFrame(Struct, tag_field="t", tag="job"):
     rng_offset: int
     want: Want
     workload: str = "chat"
+    trace: str | None = None  # W3C's traceparent of the request
     text: str | None = None  # of the prompt, in place of its ids, for a worker that speaks text
 
 
