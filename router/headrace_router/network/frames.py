@@ -16,6 +16,7 @@ PROTOCOLS: Final = ("headrace.worker.v1+msgpack", "headrace.worker.v1+json")  # 
 PATH: Final = "/v1/worker/connect"
 HEARTBEAT: Final = 5.0  # seconds between pings on an idle line; half of it for the answer
 MAX_FRAME: Final = 1 << 20  # bytes, from a worker
+FAILURES: Final = ("oom", "cuda", "bad_request", "internal", "timeout")  # codes of Fail
 REFUSED: Final = range(4400, 4500)  # close codes that say why
 
 Row = tuple[str, int, int, int, float | None, int, list[tuple[int, float]]]
@@ -82,7 +83,7 @@ class Done(Struct, tag_field="t", tag="done"):
 
 
 class Fail(Struct, tag_field="t", tag="fail"):
-    """Worker: a job has failed; `retriable`: another worker may run it."""
+    """Worker: a job has failed; `retriable`: another worker may run it. A `code` that is none of FAILURES is internal."""
 
     job: str
     attempt: int

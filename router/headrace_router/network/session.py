@@ -200,12 +200,13 @@ class Session:
     async def _fail(self, frame: frames.Fail) -> None:
         if self._output(frame.job, frame.attempt) is None:
             return
-        log.warning("worker %s: a job failed: %s: %s", self.id, frame.code[:40], frame.message[:200])
+        code = frame.code if frame.code in frames.FAILURES else "internal"
+        log.warning("worker %s: a job failed: %s: %r", self.id, code, frame.message[:200])
         if frame.retriable:
-            await self._give_back(frame.job, frame.attempt, frame.code[:40])
+            await self._give_back(frame.job, frame.attempt, code)
             return
         del self.outputs[frame.job]
-        await self._broker.fail(frame.job, frame.attempt, frame.code[:40], frame.message[:500])
+        await self._broker.fail(frame.job, frame.attempt, code, frame.message[:500])
         await self._freed()
 
     async def _give_back(self, job: str, attempt: int, reason: str) -> None:
