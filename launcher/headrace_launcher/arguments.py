@@ -14,16 +14,21 @@ import click
 from headrace._common import options
 from headrace_launcher import tgi_flags
 from headrace_launcher.settings import LauncherSettings
-from headrace_router.settings import RouterSettings
+from headrace_router.settings import RouterSettings, UpstreamSettings
 from headrace_shard.settings import ShardSettings, conflict
 
 # Set by the launcher for its children; nobody types them here.
-INTERNAL = frozenset({"model_folder", "model_sha", "rank", "shard_restarts", "shard_target"})
+INTERNAL = frozenset({"model_folder", "model_sha", "rank", "shard_restarts", "shard_target", "worker_socket"})
 
 
 # Settings that mean something in one role only, where they differ from their defaults.
 OF_GATEWAYS = ("broker", "max_queue_time", "max_run_time", "no_worker_wait", "stall_timeout")
-OF_WORKERS = ("insecure", "slots")
+OF_WORKERS = ("insecure", "pause_above_load", "slots")
+# Settings of a worker that lends another server, beside those of that server.
+OF_LENDING = frozenset({
+    "gateway", "insecure", "json_output", "log_level", "max_total_tokens", "model_id", "pause_above_load", "slots",
+    "worker_token_file",
+})
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,24 @@ def plan(given: dict[str, Any], with_router: bool) -> Plan:
         _check_router(made.router)
         _check_role(made.router, made.launcher.num_shard)
     return made
+
+
+def lending(given: dict[str, Any]) -> tuple[RouterSettings, UpstreamSettings] | None:
+    """Settings of a worker that lends another server; None: of one that runs a model itself.
+
+    Raises:
+        click.UsageError: a flag has no meaning for it; names the flag.
+    """
+    upstream = options.collect(UpstreamSettings, given)
+    own = {field.name for field in dataclasses.fields(UpstreamSettings)}
+    used = {name for name, value in given.items() if value is not None and value != ()}
+    if upstream.upstream is None:
+        for name in sorted(used & own):
+            raise click.UsageError(f"--{name.replace('_', '-')} is of workers that have --upstream")
+        return None
+    for name in sorted(used - own - OF_LENDING):
+        raise click.UsageError(f"--{name.replace('_', '-')} has no meaning beside --upstream: no model is loaded here")
+    return options.collect(RouterSettings, given), upstream
 
 
 def _union(with_router: bool) -> type:

@@ -15,6 +15,7 @@ import click
 from headrace import __version__
 from headrace._common import logs, options
 from headrace_launcher import arguments
+from headrace_router.settings import UpstreamSettings
 from headrace_shard.settings import QUANTIZATIONS
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "auto_envvar_prefix": None}
@@ -26,7 +27,14 @@ def _serve(**given: Any) -> int:
     return serve(arguments.plan(given, with_router=True))
 
 
-def _worker(**given: Any) -> int:
+@click.pass_context
+def _worker(context: click.Context, /, **given: Any) -> int:
+    if context.invoked_subcommand is not None:
+        return 0
+    if (lent := arguments.lending(given)) is not None:
+        from headrace_launcher import lending
+
+        return lending.lend(*lent)
     from headrace_launcher.serve import serve
 
     if given.get("port") is None:
@@ -66,11 +74,28 @@ serve_command = click.Command(
     help="Serve a model over HTTP: start its shards and the router, watch them, and stop them in order.",
 )
 
-worker_command = click.Command(
-    "worker", callback=_worker, params=_group_parameters(True), context_settings=_CONTEXT,
-    help="Lend this machine to a gateway (--gateway, --worker-token-file): serve a model, and run the gateway's requests too. "
-    "The port of its own API is a free one unless --port says otherwise.",
+worker_command = click.Group(
+    "worker", callback=_worker, params=[*options.parameters(UpstreamSettings), *_group_parameters(True)],
+    context_settings=_CONTEXT, invoke_without_command=True,
+    help="Lend this machine to a gateway (--gateway): serve a model, and run the gateway's requests too, or have a running "
+    "server do so (--upstream). The port of its own API is a free one unless --port says otherwise. Ctrl-C gives back what "
+    "runs, at once; nothing of it is lost.",
 )
+
+
+def _control(do: str, help: str) -> click.Command:
+    def callback(name: str | None) -> int:
+        from headrace_launcher import lending
+
+        return lending.control(do, name)
+
+    argument = click.Argument(["name"], required=False)
+    return click.Command(do, callback=callback, params=[argument], context_settings=_CONTEXT, help=help)
+
+
+worker_command.add_command(_control("status", "Show what the workers on this machine do, or that of this NAME."))
+worker_command.add_command(_control("pause", "Have a worker take no new requests; those that run go on to their end."))
+worker_command.add_command(_control("resume", "Have a worker take requests again."))
 
 shard_command = click.Command(
     "shard", callback=_shard, params=_group_parameters(False), context_settings=_CONTEXT,

@@ -18,6 +18,7 @@ from headrace._common.errors import HeadraceError
 from headrace_launcher import sockets
 from headrace_launcher.arguments import Plan
 from headrace_launcher.children import json_line
+from headrace_launcher.lending import worker_socket
 from headrace_launcher.models.resolve import Resolved, resolve
 from headrace_launcher.private import CacheProvider, private_folder, run_base
 from headrace_launcher.supervisor import Started, Supervisor
@@ -39,6 +40,9 @@ def serve(plan: Plan) -> int:
                 sockets.prepare_prefix(prefix, plan.shards)
             else:
                 prefix = str(stack.enter_context(private_folder(run_base())) / "shard")
+            if plan.router is not None and plan.router.gateway is not None:
+                socket = worker_socket(stack)
+                plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, worker_socket=socket))
             model = find_model(plan, stack)
             asyncio.run(Supervisor(plan, model, prefix, functools.partial(_announce, plan), began).run())
     except HeadraceError as error:

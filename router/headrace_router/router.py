@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 
 from aiohttp import web
 
@@ -20,13 +21,16 @@ from headrace_router.grammars import GrammarChecker
 from headrace_router.keys_file import KeysFile
 from headrace_router.limits import Limits, find_limits
 from headrace_router.metrics import Gauges, Metrics
-from headrace_router.network import role
+from headrace_router.network import joining, role
 from headrace_router.network.agent import Agent
+from headrace_router.network.control import Control
 from headrace_router.network.frames import Model
 from headrace_router.network.gateway import Gateway
+from headrace_router.network.lender import Lender
 from headrace_router.network.memory import MemoryBroker
 from headrace_router.network.role import Network, NetworkBackend
 from headrace_router.network.tokens import WorkerTokens
+from headrace_router.network.wire import to_request
 from headrace_router.pace import Forecast, Pace
 from headrace_router.presets import Preset, preset
 from headrace_router.rates import Meters
@@ -62,7 +66,8 @@ class Router:
         self._settings = settings
         self._worker_tokens = WorkerTokens(role.check(settings)) if is_gateway else None
         self._agent: Agent | None = None
-        self._own_token = role.joining(settings) if settings.gateway is not None else ""
+        self._control: Control | None = None
+        self._own_token = joining.token(settings) if settings.gateway is not None else ""
         keys_file = KeysFile(settings.api_keys_file) if settings.api_keys_file else None
         self._tenants = Tenants(settings.api_key, keys_file, settings.workload)
         self._cors = Cors(settings.cors_allow_origin)
@@ -128,9 +133,14 @@ class Router:
                 self.service.model_name, settings.model_sha, shard.info.quantization or shard.info.dtype, tokenizer_hash,
                 limits.max_input_tokens, limits.max_total_tokens, list(shard.info.features),
             )
-            slots = settings.slots or limits.max_batch_size
-            self._agent = Agent(settings.gateway, self._own_token, model, slots, batcher)
+            lender = Lender(settings.slots or limits.max_batch_size, settings.pause_above_load)
+            self._agent = Agent(
+                settings.gateway, self._own_token, model, lender, lambda frame: batcher.submit(to_request(frame))
+            )
             self._tasks.append(asyncio.create_task(self._agent.run(), name="worker-agent"))
+            if settings.worker_socket:
+                self._control = Control(settings.worker_socket, str(os.getppid()), self._agent)
+                await self._control.start()
         host, port = self._runner.addresses[0][:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("tuned for %s: %s", settings.workload, tuned)
@@ -185,6 +195,8 @@ class Router:
             problem = self._shard.problem
             await self.batcher.close(f"the shard is gone: {problem}" if problem else "the server is stopping")
             await self._runner.cleanup()
+        if self._control is not None:
+            await self._control.close()
         self._text.close()
         self._grammars.close()
         await self._shard.close()

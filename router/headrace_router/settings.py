@@ -106,6 +106,11 @@ class RouterSettings:
     slots: int | None = option(
         None, "requests that a worker takes at once; --max-batch-size if not given", env="HEADRACE_SLOTS", minimum=1
     )
+    pause_above_load: float | None = option(
+        None, "load of the machine (of the last minute) above which a worker takes no new requests",
+        env="HEADRACE_PAUSE_ABOVE_LOAD", minimum=0,
+    )
+    worker_socket: str = option("", "control socket of a worker, as the launcher makes it", env=None)
     insecure: bool = option(False, "let a worker use ws:// beyond this machine: its token can be read on the way", env=None)
     broker: str = option("memory://", "where a gateway keeps its requests; only memory:// so far", env="HEADRACE_BROKER")
     max_queue_time: float = option(
@@ -122,3 +127,18 @@ class RouterSettings:
     )
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")
+
+
+@dataclass(frozen=True)
+class UpstreamSettings:
+    """What `headrace worker` lends in place of shards of its own."""
+
+    upstream: str | None = option(
+        None, "URL of a running server to lend, as http://127.0.0.1:8080: Headrace, TGI, vLLM, llama.cpp; no model is loaded",
+        env="HEADRACE_UPSTREAM",
+    )
+    upstream_api: str = option(
+        "auto", "API of the upstream; auto: TGI's where it has one, else OpenAI's completions", env="HEADRACE_UPSTREAM_API",
+        choices=("auto", "tgi", "openai"),
+    )
+    upstream_api_key: str | None = option(None, "key that the upstream wants", env="HEADRACE_UPSTREAM_API_KEY")

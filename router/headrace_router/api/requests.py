@@ -69,6 +69,12 @@ class ResumedEvent(Struct):
     from_index: int
 
 
+class ResetEvent(Struct):
+    """The output begins again: tokens before this are void."""
+
+    from_index: int
+
+
 class TokenEvent(Struct):
     index: int
     id: int
@@ -100,7 +106,7 @@ class ExpiredEvent(Struct):
 
 
 EVENTS = (
-    QueuedEvent, StartedEvent, ResumedEvent, TokenEvent, DoneEvent, FailedEvent, CancelledEvent, ExpiredEvent,
+    QueuedEvent, StartedEvent, ResumedEvent, ResetEvent, TokenEvent, DoneEvent, FailedEvent, CancelledEvent, ExpiredEvent,
 )  # what the events of each kind hold
 
 

@@ -1,4 +1,4 @@
-"""A worker's end of the connection: jobs from a gateway into this router's own engine, and their tokens back.
+"""A worker's end of the connection: jobs from a gateway into this router's own engine or another server, and their tokens back.
 
 Tokens that arrive together leave as one frame. A lost connection is made again, with growing pauses; the gateway has given
 the jobs to others by then, so they are stopped here. A gateway that refuses this worker ends it: trying again would not help.
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import aiohttp
 from msgspec import Struct
 
 import headrace
-from headrace._common.errors import HeadraceError, InvalidRequest, StartupError
-from headrace_router.engine import Engine
+from headrace._common.errors import HeadraceError, InvalidRequest, Overloaded, StartupError
 from headrace_router.network import frames
-from headrace_router.network.frames import PATH, PROTOCOLS, Codec, JobFrame, Malformed, Row
-from headrace_router.network.wire import to_request
+from headrace_router.network.frames import PATH, PROTOCOLS, TEXT, Codec, JobFrame, Malformed, Row, TextRow
+from headrace_router.network.lender import Lender
 from headrace_router.streams import TokenStream
 from headrace_router.types import Token, TopToken
 
@@ -30,12 +31,29 @@ PAUSES = (0.5, 30.0)  # seconds before the connection is made again: the first, 
 CONNECT_SECONDS = 10.0
 LARGEST_FRAME = 64 << 20  # bytes, from the gateway
 STATUS_SECONDS = 2.5
-REFUSALS = (400, 401, 403, 404, 426)
+OFFER_SECONDS = 1.0  # between looks at what the machine can take
+BYE_SECONDS = 2.0
+REFUSALS = {
+    400: "it is no gateway", 401: "its token is not known", 403: "its token may not work here", 404: "no gateway is there",
+    426: f"it speaks none of {', '.join(PROTOCOLS)}",
+}
+FINAL = (4401, 4403, 4409)  # close codes after which coming back would not help
 FINISHES = {"eos_token": "eos", "length": "length", "stop_sequence": "stop"}
 
 
+Source = Callable[[JobFrame], TokenStream]  # runs a job; raises HeadraceError if it cannot
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a worker has done since it began."""
+
+    done: int = 0
+    tokens: int = 0
+
+
 class _Run:
-    """One job that runs here."""
+    """One job that runs here. `index`: of the next token, or row of text."""
 
     __slots__ = ("attempt", "index", "job", "stream")
 
@@ -46,16 +64,43 @@ class _Run:
 class Connection:
     """What lives as long as one WebSocket."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, codec: Codec, engine: Engine) -> None:
-        self._socket, self._codec, self._engine = socket, codec, engine
+    def __init__(
+        self, socket: aiohttp.ClientWebSocketResponse, codec: Codec, source: Source, speaks_text: bool, lender: Lender,
+        tally: Tally,
+    ) -> None:
+        self._socket, self._codec, self._source, self._speaks_text = socket, codec, source, speaks_text
+        self._lender, self._tally = lender, tally
+        self._offered = lender.capacity
         self._runs: dict[str, _Run] = {}
         self._due: set[str] = set()
         self._outbox: asyncio.Queue[Struct] = asyncio.Queue()  # as long as what runs has to say
         self.welcome: frames.Welcome | None = None
         self.draining = False
 
+    @property
+    def running(self) -> int:
+        """Jobs."""
+        return len(self._runs)
+
+    def hello(self, model: frames.Model) -> frames.Hello:
+        """The first frame."""
+        return frames.Hello([model], self._lender.slots, f"headrace/{headrace.__version__}", capacity=self._offered)
+
     def send(self, frame: Struct) -> None:
         self._outbox.put_nowait(frame)
+
+    def offer(self) -> None:
+        """Tell how many jobs are taken from now on, if that has changed."""
+        if (capacity := self._lender.capacity) != self._offered:
+            self._offered = capacity
+            log.info("taking %d jobs at once%s", capacity, f": {self._lender.reason}" if capacity == 0 else "")
+            self.send(frames.Capacity(capacity))
+
+    async def look(self) -> None:
+        """Offer what the machine can take, again and again."""
+        while True:
+            await asyncio.sleep(OFFER_SECONDS)
+            self.offer()
 
     async def write(self) -> None:
         """Write frames until the connection ends."""
@@ -76,15 +121,21 @@ class Connection:
             await asyncio.sleep(STATUS_SECONDS)
             self.send(frames.Status([(run.job, run.attempt, run.index) for run in self._runs.values()]))
 
-    async def read(self) -> None:
-        """Act on frames until the connection ends.
+    async def read(self) -> str:
+        """Act on frames until the connection ends; says why it did.
 
         Raises:
-            StartupError: the gateway does not want this worker.
+            StartupError: the gateway does not want this worker, now or later.
         """
-        async for message in self._socket:
+        while True:
+            message = await self._socket.receive()
+            if message.type is aiohttp.WSMsgType.CLOSE:
+                why = f"the gateway closed the connection ({message.data}): {message.extra or 'without a reason'}"
+                if message.data in FINAL:
+                    raise StartupError(why)
+                return why
             if message.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
-                return
+                return "the connection to the gateway was lost"
             try:
                 frame = self._codec.decode(message.data)
             except Malformed as error:
@@ -93,7 +144,10 @@ class Connection:
             match frame:
                 case frames.Welcome():
                     self.welcome = frame
-                    log.info("working for gateway %s as %s, %d slots", frame.gateway, frame.session, frame.slots)
+                    log.info(
+                        "working for gateway %s as %s, %d slots; models in demand: %s", frame.gateway, frame.session,
+                        frame.slots, ", ".join(frame.models) or "not told",
+                    )
                 case JobFrame():
                     self._start(frame)
                 case frames.Cancel():
@@ -110,7 +164,7 @@ class Connection:
             self.send(frames.Nack(frame.job, frame.attempt))
             return
         try:
-            stream = self._engine.submit(to_request(frame))
+            stream = self._source(frame)
         except HeadraceError as error:
             self.send(_failure(frame.job, frame.attempt, error))
             return
@@ -141,30 +195,39 @@ class Connection:
         """One frame for all tokens that have arrived."""
         due, self._due = self._due, set()
         rows: list[Row] = []
+        texts: list[TextRow] = []
         after: list[Struct] = []
         for job in due:
-            if (run := self._runs.get(job)) is not None and (last := self._take(run, rows)) is not None:
+            if (run := self._runs.get(job)) is not None and (last := self._take(run, rows, texts)) is not None:
                 after.append(last)
                 del self._runs[job]
                 run.stream.close()
         if rows:
             self.send(frames.Step(rows))
+        if texts:
+            self.send(frames.TextStep(texts))
         for frame in after:
             self.send(frame)
 
-    def _take(self, run: _Run, rows: list[Row]) -> Struct | None:
-        """A run's new tokens into rows; its last frame if it has ended."""
+    def _take(self, run: _Run, rows: list[Row], texts: list[TextRow]) -> Struct | None:
+        """A run's new tokens into rows, of ids or of text; its last frame if it has ended."""
         try:
             tokens = run.stream.take()
         except HeadraceError as error:
             return _failure(run.job, run.attempt, error)
+        self._tally.tokens += len(tokens)
         for token in tokens:
             if token.prompt is not None:
                 told = [(p.id, p.logprob, _pairs(p.top) if p.top is not None else None) for p in token.prompt]
                 self.send(frames.PromptTokens(run.job, run.attempt, told))
-            rows.append(_row(run, token))
-            run.index += 1
+            if not self._speaks_text:
+                rows.append(_row(run, token))
+                run.index += 1
+            elif token.text or token.id >= 0:
+                texts.append(_text_row(run, token))
+                run.index += 1
             if token.end is not None:
+                self._tally.done += 1
                 return frames.Done(run.job, run.attempt, FINISHES[token.end.finish_reason])
         return None
 
@@ -173,11 +236,18 @@ def _row(run: _Run, token: Token) -> Row:
     return run.job, run.attempt, run.index, token.id, token.logprob, 0, _pairs(token.top or [])
 
 
+def _text_row(run: _Run, token: Token) -> TextRow:
+    logprob = None if math.isnan(token.logprob) else token.logprob
+    return run.job, run.attempt, run.index, token.text, token.id if token.id >= 0 else None, logprob, _pairs(token.top or [])
+
+
 def _pairs(top: list[TopToken]) -> list[tuple[int, float]]:
     return [(entry.id, entry.logprob) for entry in top]
 
 
-def _failure(job: str, attempt: int, error: HeadraceError) -> frames.Fail:
+def _failure(job: str, attempt: int, error: HeadraceError) -> Struct:
+    if isinstance(error, Overloaded):
+        return frames.Nack(job, attempt)
     wrong = isinstance(error, InvalidRequest)
     return frames.Fail(job, attempt, "bad_request" if wrong else "internal", not wrong, str(error)[:500])
 
@@ -186,14 +256,29 @@ class Agent:
     """Keeps a connection to a gateway for as long as this worker lives."""
 
     def __init__(
-        self, url: str, token: str, model: frames.Model, slots: int, engine: Engine,
-        rest: Callable[[float], float] = lambda pause: random.uniform(pause / 2, pause),
+        self, url: str, token: str, model: frames.Model, lender: Lender, source: Source,
+        rest: Callable[[float], float] = lambda pause: random.uniform(0, pause),
     ) -> None:
-        """`url`: of the gateway, ws or wss; `rest`: seconds to wait in place of so many."""
-        self._url, self._token, self._model, self._slots = url.rstrip("/") + PATH, token, model, slots
-        self._engine, self._rest = engine, rest
+        """`url`: of the gateway, ws or wss; `rest`: seconds to wait, of so many at most (full jitter)."""
+        self.gateway, self.model, self.lender, self.tally = url, model, lender, Tally()
+        self._url, self._token, self._source, self._rest = url.rstrip("/") + PATH, token, source, rest
         self._connection: Connection | None = None
         self._leaving = False
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None and self._connection.welcome is not None
+
+    @property
+    def running(self) -> int:
+        """Jobs."""
+        return self._connection.running if self._connection is not None else 0
+
+    def pause(self, paused: bool) -> None:
+        """Take no new jobs, or take them again."""
+        self.lender.paused = paused
+        if self._connection is not None:
+            self._connection.offer()
 
     async def run(self) -> None:
         """Connect, work, connect again; never returns.
@@ -206,29 +291,33 @@ class Agent:
             while not self._leaving:
                 began = time.monotonic()
                 try:
-                    await self._connect(client)
-                    log.warning("the connection to the gateway was lost")
+                    why = await self._connect(client)
                 except aiohttp.WSServerHandshakeError as error:
                     if error.status in REFUSALS:
-                        raise StartupError(f"the gateway {self._url} refuses this worker: {_why(error.status)}") from None
-                    log.warning("the gateway answers %d", error.status)
+                        text = f"the gateway {self._url} refuses this worker: {REFUSALS[error.status]}"
+                        raise StartupError(text) from None
+                    why = f"the gateway answers {error.status}"
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    log.warning("the gateway cannot be reached: %s", error or type(error).__name__)
-                pause = PAUSES[0] if time.monotonic() - began > PAUSES[1] else min(pause * 2, PAUSES[1])
-                await asyncio.sleep(self._rest(pause))
+                    why = f"the gateway cannot be reached: {error or type(error).__name__}"
+                if not self._leaving:
+                    pause = PAUSES[0] if time.monotonic() - began > PAUSES[1] else min(pause * 2, PAUSES[1])
+                    log.warning("%s; trying again within %g s", why, pause)
+                    await asyncio.sleep(self._rest(pause))
         await asyncio.Event().wait()  # what is local goes on to its end
 
-    async def _connect(self, client: aiohttp.ClientSession) -> None:
+    async def _connect(self, client: aiohttp.ClientSession) -> str:
         headers = {"Authorization": f"Bearer {self._token}"}
         async with client.ws_connect(
             self._url, headers=headers, protocols=PROTOCOLS, heartbeat=frames.HEARTBEAT, max_msg_size=LARGEST_FRAME
         ) as socket:
-            connection = Connection(socket, Codec(socket.protocol or PROTOCOLS[-1], frames.FromGateway), self._engine)
-            await connection.write_now(frames.Hello([self._model], self._slots, f"headrace/{headrace.__version__}"))
+            codec = Codec(socket.protocol or PROTOCOLS[-1], frames.FromGateway)
+            connection = Connection(socket, codec, self._source, TEXT in self.model.features, self.lender, self.tally)
+            await connection.write_now(connection.hello(self.model))
             self._connection = connection
-            tasks = [asyncio.create_task(connection.write()), asyncio.create_task(connection.report())]
+            work = (connection.write(), connection.report(), connection.look())
+            tasks = [asyncio.create_task(task) for task in work]
             try:
-                await connection.read()
+                return await connection.read()
             finally:
                 self._connection = None
                 for task in tasks:
@@ -241,13 +330,7 @@ class Agent:
         self._leaving = True
         if self._connection is not None:
             try:
-                await self._connection.write_now(frames.Bye("the worker stops"))
-            except ConnectionError as error:
+                async with asyncio.timeout(BYE_SECONDS):
+                    await self._connection.write_now(frames.Bye("the worker stops"))
+            except (ConnectionError, TimeoutError) as error:
                 log.debug("no good-bye: %s", error)
-
-
-def _why(status: int) -> str:
-    return {
-        401: "its token is not known", 403: "its token is not known", 404: "no gateway is there",
-        426: f"it speaks none of {', '.join(PROTOCOLS)}",
-    }.get(status, f"status {status}")

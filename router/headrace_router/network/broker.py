@@ -35,7 +35,7 @@ class Broker(Protocol):
         ...
 
     async def attach(self, holder: Holder, revoked: Revoked) -> None:
-        """A session may hold leases from now on."""
+        """A session may hold leases from now on; once more for one that does: it has changed, and keeps what it holds."""
         ...
 
     async def detach(self, session: str, reason: str) -> None:
@@ -43,7 +43,11 @@ class Broker(Protocol):
         ...
 
     async def lease(self, session: str, most: int) -> list[Lease]:
-        """Hand out the next jobs that the session can run, at most that many."""
+        """Hand out the next jobs that the session can run, at most that many.
+
+        It must be trusted enough for a job, have room and the features for it. If it, or who had the job before, does not
+        resume exactly, the output begins again: `reset`. A job that is `only` for a session goes to that one, always.
+        """
         ...
 
     async def progress(self, news: Progress) -> bool:

@@ -21,6 +21,9 @@ REFUSED: Final = range(4400, 4500)  # close codes that say why
 
 Row = tuple[str, int, int, int, float | None, int, list[tuple[int, float]]]
 # (job, attempt, index, token id, log probability, flags (0), most likely tokens)
+TextRow = tuple[str, int, int, str, int | None, float | None, list[tuple[int, float]]]
+# (job, attempt, number of the row, text, token id, log probability, most likely tokens); None: the worker does not know it
+TEXT: Final = "text"  # the feature of a worker that takes and gives text, and so goes on after nobody's tokens exactly
 
 
 class Model(Struct):
@@ -43,6 +46,7 @@ class Hello(Struct, tag_field="t", tag="hello"):
     slots: int
     agent: str = ""
     proto: int = VERSION
+    capacity: int | None = None  # jobs that it takes now, as `capacity` tells later; None: all slots
 
 
 class Accept(Struct, tag_field="t", tag="accept"):
@@ -72,6 +76,18 @@ class Step(Struct, tag_field="t", tag="step"):
     """Worker: the tokens of one decode step, of all jobs."""
 
     x: list[Row]
+
+
+class TextStep(Struct, tag_field="t", tag="text"):
+    """Worker that speaks text: what has come of its jobs; a row stands for at least one token."""
+
+    x: list[TextRow]
+
+
+class Capacity(Struct, tag_field="t", tag="capacity"):
+    """Worker: how many jobs it takes from now on, within what was granted; 0: it pauses."""
+
+    slots: int
 
 
 class Done(Struct, tag_field="t", tag="done"):
@@ -126,6 +142,7 @@ class Welcome(Struct, tag_field="t", tag="welcome"):
     heartbeat_s: float = HEARTBEAT
     lease_s: float = 0.0
     max_frame: int = MAX_FRAME
+    models: list[str] = []  # in demand
 
 
 class Params(Struct, omit_defaults=True):
@@ -170,6 +187,7 @@ class JobFrame(Struct, tag_field="t", tag="job"):
     rng_offset: int
     want: Want
     workload: str = "chat"
+    text: str | None = None  # of the prompt, in place of its ids, for a worker that speaks text
 
 
 class Cancel(Struct, tag_field="t", tag="cancel"):
@@ -193,7 +211,7 @@ class Refusal(Struct, tag_field="t", tag="error"):
     message: str
 
 
-FromWorker = Hello | Accept | Nack | PromptTokens | Step | Done | Fail | Status | Bye | Ping | Pong
+FromWorker = Hello | Accept | Nack | PromptTokens | Step | TextStep | Capacity | Done | Fail | Status | Bye | Ping | Pong
 FromGateway = Welcome | JobFrame | Cancel | Drain | Refusal | Ping | Pong
 
 

@@ -24,11 +24,12 @@ from headrace._common.errors import DeadlineExceeded, GenerationFailed, Headrace
 from headrace._common.tokenizing import Tokenizer
 from headrace_router.network import frames
 from headrace_router.network.broker import Broker
-from headrace_router.network.jobs import TERMINAL, Event, Holder, Job, JobStatus
+from headrace_router.network.jobs import TERMINAL, Event, Job, JobStatus, Lease
 from headrace_router.network.output import JobOutput
 from headrace_router.network.session import Session
+from headrace_router.network.text_output import TextOutput, needs
 from headrace_router.streams import TokenStream
-from headrace_router.types import GenerateRequest, Token
+from headrace_router.types import End, GenerateRequest, Token
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,9 @@ class _Follower:
     """Writes a job's events into its stream."""
 
     def __init__(self, stream: JobStream, eos_id: int) -> None:
-        self._stream, self._eos_id, self._told = stream, eos_id, 0
+        self._stream, self._eos_id = stream, eos_id
+        self._told: list[str] = []  # text
+        self._again = ""  # text that was told before the output began again, and has not come a second time yet
 
     def __call__(self, events: Sequence[Event]) -> None:
         stream = self._stream
@@ -61,13 +64,29 @@ class _Follower:
                 return
             if event.token is not None:
                 last = events[-1].end if place == len(events) - 2 else None
-                self._told += len(event.token.text)
-                stream.put(event.token if last is None else replace(event.token, end=last))
+                self._put(event.token, last)
             elif event.end is not None:  # no token tells the end: one that is no text does
-                text = event.end.text[self._told :]
-                stream.put(Token(self._eos_id, 0.0, text, True, end=event.end))
+                told = len("".join(self._told)) - len(self._again)
+                self._put(Token(self._eos_id, 0.0, event.end.text[told:], True), event.end)
+            elif event.kind == "reset":
+                self._again = "".join(self._told)
             elif event.kind in TERMINAL:
                 stream.fail(_error(event))
+
+    def _put(self, token: Token, end: End | None) -> None:
+        """Tell a token, but not again what was told before a reset: an output that differs from that cannot go on."""
+        if self._again:
+            old, new = self._again, token.text
+            if not (old.startswith(new) or new.startswith(old)) or (end is not None and len(new) < len(old)):
+                text = "its worker was lost, and what another one says differs from what was sent already"
+                self._stream.abort(GenerationFailed(text))
+                return
+            self._again = old[len(new) :]
+            if self._again or (len(new) == len(old) and end is None):
+                return
+            token = replace(token, text=new[len(old) :])
+        self._told.append(token.text)
+        self._stream.put(token if end is None else replace(token, end=end))
 
 
 def _error(event: Event) -> HeadraceError:
@@ -91,6 +110,7 @@ class Gateway:
         self.broker, self.sessions = broker, dict[str, Session]()
         self._tokenizer, self._eos_ids, self._vocab_size = tokenizer, frozenset(eos_ids), vocab_size
         self._eos_id = next(iter(eos_ids), 0)
+        self._leading = tokenizer.encode("")  # what it puts before every text
         self._no_worker_wait = no_worker_wait
         self._last_worker = time.monotonic()
         self._dispatching = asyncio.Lock()
@@ -108,14 +128,25 @@ class Gateway:
         """
         if self.nobody:
             raise QueueFull(NO_WORKER, 5.0)
+        needed = needs(request, self._leading)
         flow = f"{request.tenant.name}/{request.workload}"
-        job = Job(secrets.token_hex(16), flow, request.tenant.weight * CLASS_WEIGHTS[request.workload], request)
+        job = Job(secrets.token_hex(16), flow, request.tenant.weight * CLASS_WEIGHTS[request.workload], request, needed)
+        self._check_served(job)
         stream = JobStream(job.id, lambda: self._later(self.broker.cancel(job.id, "disconnect")))
         if self._closed is not None:
             stream.fail(GenerationFailed(self._closed))
             return stream
         self._later(self._admit(job, stream))
         return stream
+
+    def _check_served(self, job: Job) -> None:
+        """
+        Raises:
+            QueueFull: workers are there, but none that could ever run the job.
+        """
+        if self.sessions and not any(session.holder.fits(job) for session in self.sessions.values()):
+            asked = f" and have {', '.join(sorted(job.needs))}" if job.needs else ""
+            raise QueueFull(f"no connected worker can run {job.total_tokens} tokens{asked}", 5.0)
 
     async def _admit(self, job: Job, stream: JobStream) -> None:
         try:
@@ -208,9 +239,14 @@ class Gateway:
                 session = max(asked.values(), key=lambda s: s.free)
                 leases = await self.broker.lease(session.id, 1)
                 for lease in leases:
-                    session.start(lease, JobOutput(lease, self._tokenizer, self._eos_ids, self._vocab_size))
+                    session.start(lease, self._output(session, lease))
                 if not leases or session.free <= 0:
                     del asked[session.id]
+
+    def _output(self, session: Session, lease: Lease) -> JobOutput | TextOutput:
+        if session.speaks_text:
+            return TextOutput(lease, self._tokenizer, self._leading, self._vocab_size)
+        return JobOutput(lease, self._tokenizer, self._eos_ids, self._vocab_size)
 
     async def _sweep(self) -> None:
         while True:
@@ -232,13 +268,12 @@ class Gateway:
             secrets.token_hex(8), worker, socket, codec, hello, slots, self.broker, self.dispatch
         )
         session.send(frames.Welcome(session.id, self.id, slots, lease_s=lease))
-        holder = Holder(session.id, session.model.format, session.model.max_total)
 
         def revoked(job: str, attempt: int, why: str) -> None:
             session.revoke(job, attempt, why)
             self._later(self.dispatch())
 
-        await self.broker.attach(holder, revoked)
+        await self.broker.attach(session.holder, revoked)
         self.sessions[session.id] = session
         writer = asyncio.create_task(session.write())
         log.info("worker %s (token %s) joined: %s, %d slots", session.id, worker, session.model.format, slots)

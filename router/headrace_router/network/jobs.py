@@ -12,6 +12,10 @@ from headrace_router.types import End, GenerateRequest, Token
 State = Literal["queued", "leased", "done", "failed", "cancelled", "expired"]
 TERMINAL = ("done", "failed", "cancelled", "expired")
 
+# How far a worker is trusted, from a stranger on probation, who gets probes alone, to the gateway's operator.
+PROBATION, OPEN, TRUSTED, OWNER = -1, 0, 1, 2
+TIERS = {"open": OPEN, "trusted": TRUSTED, "owner": OWNER}
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -21,6 +25,9 @@ class Job:
     flow: str
     weight: float
     request: GenerateRequest
+    needs: frozenset[str] = frozenset()  # features that a worker which does not have all must have
+    min_tier: int = TRUSTED
+    only: str | None = None  # the session that it is meant for: a probe
 
     @property
     def cost(self) -> int:
@@ -34,7 +41,9 @@ class Job:
 
 
 class Event(Struct, frozen=True):
-    """An entry of a job's log: `started`, `resumed`, `token`, or the one terminal event.
+    """An entry of a job's log: `started`, `resumed`, `reset`, `token`, or the one terminal event.
+
+    After a `reset` the output begins again with the token of index 0: no worker could go on with what there was.
 
     `seq` is its place in the log. `id` orders events over all attempts and is what a reader names to go on after it.
     """
@@ -59,6 +68,17 @@ class Holder:
     session: str
     weight_format: str
     max_total_tokens: int
+    tier: int = TRUSTED
+    features: frozenset[str] | None = None  # None: all that requests can need
+    resumes: bool = True  # it goes on exactly after tokens of others, and others after its own
+
+    def fits(self, job: Job) -> bool:
+        """Could it run the job, if it were free?"""
+        if job.only is not None:
+            return job.only == self.session
+        if job.total_tokens > self.max_total_tokens or job.min_tier > self.tier:
+            return False
+        return self.features is None or job.needs <= self.features
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class _Record:
         self.session: str | None = None  # the holder of the lease
         self.excluded: set[str] = set()  # sessions that have failed it
         self.weight_format: str | None = None  # of the worker that said its first token
+        self.exact = True  # others can go on after the output exactly
         self.log: list[Event] = []
         self.output: list[int] = []
         self.listeners: dict[int, Listener] = {}
@@ -114,7 +115,8 @@ class MemoryBroker:
     # --- workers ---
 
     async def attach(self, holder: Holder, revoked: Revoked) -> None:
-        self._holders[holder.session] = (holder, revoked, {})
+        known = self._holders.get(holder.session)
+        self._holders[holder.session] = (holder, revoked, known[2] if known is not None else {})
 
     async def detach(self, session: str, reason: str) -> None:
         found = self._holders.pop(session, None)
@@ -139,18 +141,22 @@ class MemoryBroker:
                 record.deadline = now + self._policy.max_run_time
             record.lease_ends = self._first_lease(record, now)
             held[record.job.id] = record
-            self.counts.resumed_tokens += len(record.output)
             kind = "resumed" if record.output else "started"
+            if record.output and not (record.exact and holder.resumes):
+                kind, record.output, record.weight_format, record.exact = "reset", [], None, True
+            self.counts.resumed_tokens += len(record.output)
             self._append(record, [self._event(record, kind, facts={"from_index": len(record.output)})])
             made.append(Lease(record.job, record.attempt, tuple(record.output), record.leased - record.submitted))
         return made
 
     def _may_run(self, holder: Holder, record: _Record) -> bool:
-        if record.job.total_tokens > holder.max_total_tokens:
+        if not holder.fits(record.job):
             return False
-        if record.weight_format not in (None, holder.weight_format):
+        exact = record.exact and holder.resumes  # else it begins again, in whatever format
+        if exact and record.weight_format not in (None, holder.weight_format):
             return False
-        return holder.session not in record.excluded or self._holders.keys() <= record.excluded
+        only = record.job.only is not None
+        return only or holder.session not in record.excluded or self._holders.keys() <= record.excluded
 
     def _first_lease(self, record: _Record, now: float) -> float:
         prompt = len(record.job.request.prompt) + len(record.output)
@@ -171,7 +177,8 @@ class MemoryBroker:
         if events:
             record.lease_ends = self._clock() + self._policy.stall
             if record.weight_format is None and record.session is not None:
-                record.weight_format = self._holders[record.session][0].weight_format
+                holder = self._holders[record.session][0]
+                record.weight_format, record.exact = holder.weight_format, holder.resumes
         if news.end is not None:
             self._end(record, "done", {}, events=events, end=news.end)
         elif events:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -20,18 +21,52 @@ from headrace_router.types import End, FinishReason, PromptToken, Token, TopToke
 FINISHES: dict[str, FinishReason] = {"eos": "eos_token", "length": "length", "stop": "stop_sequence"}
 
 
-class JobOutput:
-    """One attempt at one job."""
+class Output(ABC):
+    """One attempt at one job, whatever the worker sends. `length`: tokens of the output so far."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.length = len(lease.generated)
+        self._began = time.perf_counter()
+
+    @abstractmethod
+    def _flush(self) -> None:
+        """No text follows."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """All text of the output so far."""
+
+    def finish(self, reason: str) -> Progress:
+        """The worker says that it has ended, with no token that tells it.
+
+        Raises:
+            Malformed: for no reason that there is.
+        """
+        if reason not in FINISHES:
+            raise Malformed(f"finish {reason[:20]!r} is none of {', '.join(FINISHES)}")
+        self._flush()
+        return Progress(self.lease.job.id, self.lease.attempt, self.length, [], self.end(FINISHES[reason]))
+
+    def end(self, reason: FinishReason) -> End:
+        """What `done` tells."""
+        request = self.lease.job.request
+        return End(
+            finish_reason=reason, text=self.text, generated_tokens=self.length, input_length=len(request.prompt),
+            seed=request.sampling.seed, cached_tokens=0, queue_seconds=self.lease.queue_seconds,
+            inference_seconds=time.perf_counter() - self._began,
+        )
+
+
+class JobOutput(Output):
+    """The output of a worker that sends token ids."""
 
     def __init__(self, lease: Lease, tokenizer: Tokenizer, eos_ids: Collection[int], vocab_size: int) -> None:
-        self.lease = lease
+        super().__init__(lease)
         self._tokenizer, self._eos_ids, self._vocab_size = tokenizer, eos_ids, vocab_size
-        request = lease.job.request
-        self._text = OutputText.of(tokenizer, replace(request, generated=lease.generated))
-        self._began = time.perf_counter()
+        self._text = OutputText.of(tokenizer, replace(lease.job.request, generated=lease.generated))
         self._prompt: list[PromptToken] | None = None
-        self.length = len(lease.generated)
-        self.ended = False
 
     def take_prompt(self, rows: Sequence[tuple[int, float | None, list[tuple[int, float]] | None]]) -> None:
         """Log probabilities of the prompt, to go out with the first token; what was not asked for is left out."""
@@ -87,23 +122,9 @@ class JobOutput:
         token.prompt, self._prompt = self._prompt, None
         return token, reason
 
-    def finish(self, reason: str) -> Progress:
-        """The worker says that it has ended, with no token that tells it.
-
-        Raises:
-            Malformed: for no reason that there is.
-        """
-        if reason not in FINISHES:
-            raise Malformed(f"finish {reason[:20]!r} is none of {', '.join(FINISHES)}")
+    def _flush(self) -> None:
         self._text.finish()
-        return Progress(self.lease.job.id, self.lease.attempt, self.length, [], self.end(FINISHES[reason]))
 
-    def end(self, reason: FinishReason) -> End:
-        """What `done` tells."""
-        self.ended = True
-        request = self.lease.job.request
-        return End(
-            finish_reason=reason, text=self._text.text, generated_tokens=self.length, input_length=len(request.prompt),
-            seed=request.sampling.seed, cached_tokens=0, queue_seconds=self.lease.queue_seconds,
-            inference_seconds=time.perf_counter() - self._began,
-        )
+    @property
+    def text(self) -> str:
+        return self._text.text

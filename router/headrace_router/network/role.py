@@ -9,15 +9,14 @@ import weakref
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from urllib.parse import urlsplit
 
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
 from headrace.v1 import generation_pb2 as pb
-from headrace_router.network.frames import Hello
+from headrace_router.network.frames import TEXT, Hello
 from headrace_router.network.gateway import Gateway
 from headrace_router.network.jobs import Policy
-from headrace_router.network.tokens import WorkerTokens, read_token
+from headrace_router.network.tokens import WorkerTokens
 from headrace_router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
@@ -93,6 +92,8 @@ class Network:
             return f"the model is {self.model_id} here, {model.id[:200]} there"
         if None not in (model.revision, self.model_sha) and model.revision != self.model_sha:
             return f"the revision is {self.model_sha} here, {str(model.revision)[:64]} there"
+        if TEXT in model.features and model.tokenizer_hash is None:  # it need not know how its server tokenizes
+            return None
         if model.tokenizer_hash != self.tokenizer_hash:
             there = str(model.tokenizer_hash)[:12]
             return f"the tokenizer of {self.model_id} is {self.tokenizer_hash[:12]} here, {there} there"
@@ -118,24 +119,6 @@ def policy(settings: RouterSettings, max_queue_size: int) -> Policy:
         max_queue_size, max_queue_time=settings.max_queue_time, max_run_time=settings.max_run_time, lease=LEASE_SECONDS,
         stall=settings.stall_timeout,
     )
-
-
-def joining(settings: RouterSettings) -> str:
-    """The token of a worker that joins a gateway.
-
-    Raises:
-        StartupError: the gateway's URL or the token is missing or not usable, or the token would cross a network in the open.
-    """
-    url = urlsplit(settings.gateway or "")
-    if url.scheme not in ("ws", "wss") or not url.hostname:
-        raise StartupError(f"--gateway {settings.gateway} must be a URL that begins with wss:// or ws://")
-    local = url.hostname in ("localhost", "::1") or url.hostname.startswith("127.")
-    if url.scheme == "ws" and not local and not settings.insecure:
-        text = "ws:// beyond this machine shows the token to who listens on the way; use wss://, or say --insecure"
-        raise StartupError(f"--gateway {settings.gateway}: {text}")
-    if settings.worker_token_file is None:
-        raise StartupError("--gateway needs --worker-token-file: the token that the gateway's operator has given out")
-    return read_token(settings.worker_token_file)
 
 
 def check(settings: RouterSettings) -> str:

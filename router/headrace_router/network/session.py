@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from itertools import groupby
+from operator import itemgetter
 
 from aiohttp import WSMsgType, web
 from msgspec import Struct
@@ -19,11 +20,14 @@ from msgspec import Struct
 from headrace_router.network import frames
 from headrace_router.network.broker import Broker
 from headrace_router.network.frames import Codec, Malformed
-from headrace_router.network.jobs import Lease
+from headrace_router.network.jobs import Holder, Lease
 from headrace_router.network.output import JobOutput
+from headrace_router.network.text_output import TextOutput
 from headrace_router.network.wire import to_frame
 
 log = logging.getLogger(__name__)
+
+_attempt = itemgetter(0, 1)  # of a row
 
 OUTBOX = 1024  # frames
 WRITE_SECONDS = 10.0  # for one frame
@@ -42,7 +46,14 @@ class Session:
         """`worker`: the id of its token; `slots`: as granted; `freed`: to be called when there may be a free slot."""
         self.id, self.worker, self.hello, self.slots = name, worker, hello, slots
         self.model = hello.models[0]
-        self.outputs: dict[str, JobOutput] = {}
+        self.speaks_text = frames.TEXT in self.model.features
+        self.outputs: dict[str, JobOutput | TextOutput] = {}
+        self.offered = slots if hello.capacity is None else max(hello.capacity, 0)  # jobs that its lender lets it take now
+        text = self.speaks_text
+        self.holder = Holder(
+            name, self.model.format, self.model.max_total, features=frozenset(self.model.features) if text else None,
+            resumes=not text,
+        )
         self.connected = time.time()
         self.tokens = 0
         self.leaving = False
@@ -58,7 +69,7 @@ class Session:
     def free(self) -> int:
         """Jobs that it can take."""
         resting = self.leaving or time.monotonic() < self._rests_until
-        return 0 if resting else self.slots - len(self.outputs)
+        return 0 if resting else min(self.slots, self.offered) - len(self.outputs)
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,10 +87,10 @@ class Session:
         except asyncio.QueueFull:
             self.close(4408, "too many frames wait for you")
 
-    def start(self, lease: Lease, output: JobOutput) -> None:
+    def start(self, lease: Lease, output: JobOutput | TextOutput) -> None:
         """Hand a job over."""
         self.outputs[lease.job.id] = output
-        self.send(to_frame(lease, self.model.id))
+        self.send(to_frame(lease, self.model.id, output.prompt_text if isinstance(output, TextOutput) else None))
 
     def revoke(self, job: str, attempt: int, reason: str) -> None:
         """A job is not this worker's any more."""
@@ -133,11 +144,14 @@ class Session:
     async def _act(self, frame: Struct) -> bool:
         """True: the worker says good-bye."""
         match frame:
-            case frames.Step():
+            case frames.Step() | frames.TextStep():
                 await self._step(frame)
             case frames.PromptTokens():
-                if (output := self._output(frame.job, frame.attempt)) is not None:
+                if isinstance(output := self._output(frame.job, frame.attempt), JobOutput):
                     output.take_prompt(frame.tokens)
+            case frames.Capacity():
+                self.offered = max(frame.slots, 0)
+                await self._freed()
             case frames.Done():
                 await self._done(frame)
             case frames.Nack():
@@ -156,7 +170,7 @@ class Session:
                 return True
         return False
 
-    def _output(self, job: str, attempt: int) -> JobOutput | None:
+    def _output(self, job: str, attempt: int) -> JobOutput | TextOutput | None:
         """What this worker holds; for anything else it is told to stop."""
         output = self.outputs.get(job)
         if output is None or output.lease.attempt != attempt:
@@ -164,14 +178,16 @@ class Session:
             return None
         return output
 
-    async def _step(self, frame: frames.Step) -> None:
+    async def _step(self, frame: frames.Step | frames.TextStep) -> None:
+        if isinstance(frame, frames.TextStep) is not self.speaks_text:
+            raise Malformed("a worker sends token ids, or text if its hello says so")
         now, before = time.monotonic(), self.tokens
-        for (job, attempt), rows in groupby(frame.x, key=lambda row: (row[0], row[1])):
+        for (job, attempt), rows in groupby(frame.x, key=_attempt):
             output = self._output(job, attempt)
             if output is None:
                 continue
             try:
-                news = output.take(list(rows))
+                news = output.take(list(rows))  # type: ignore[arg-type]
             except Malformed:
                 await self._give_back(job, attempt, "garbage")
                 raise

@@ -8,8 +8,8 @@ from headrace_router.network.jobs import Lease
 from headrace_router.types import GenerateRequest, Sampling
 
 
-def to_frame(lease: Lease, model: str) -> JobFrame:
-    """What a worker sees of a job: token ids and how to go on from them. No tenant, no text but a grammar's."""
+def to_frame(lease: Lease, model: str, text: str | None = None) -> JobFrame:
+    """What a worker sees of a job: token ids, or the prompt's `text` in their place, and how to go on. No tenant."""
     request, sampling, done = lease.job.request, lease.job.request.sampling, lease.generated
     params = Params(
         max_new_tokens=request.max_new_tokens - len(done), do_sample=sampling.do_sample, temperature=sampling.temperature,
@@ -22,9 +22,9 @@ def to_frame(lease: Lease, model: str) -> JobFrame:
     )
     want = Want(request.top_n_tokens, request.prompt_logprobs and not done, request.prompt_top_n_tokens)
     return JobFrame(
-        job=lease.job.id, attempt=lease.attempt, model=model, input_ids=[*request.prompt, *done],
+        job=lease.job.id, attempt=lease.attempt, model=model, input_ids=[*request.prompt, *done] if text is None else [],
         prefix_len=len(request.prompt), params=params, seed=sampling.seed, rng_offset=len(done), want=want,
-        workload=request.workload,
+        workload=request.workload, text=text,
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace._common.errors import NotFound, QueueFull
-from headrace_router.network.jobs import TERMINAL, Event, Holder, Job, Policy, Progress
+from headrace_router.network.jobs import OPEN, OWNER, PROBATION, TERMINAL, TRUSTED, Event, Holder, Job, Policy, Progress
 from headrace_router.network.memory import MemoryBroker
 from headrace_router.types import End, GenerateRequest, Token
 
@@ -229,6 +229,58 @@ def test_a_job_goes_on_only_in_the_format_that_it_began_in() -> None:
     assert not run(broker.lease("small", 1))
     run(broker.attach(Holder("b", "f32", 100), lambda *what: None))
     assert run(broker.lease("b", 1))
+
+
+def test_a_job_begins_again_where_nobody_can_go_on_exactly() -> None:
+    broker, heard = MemoryBroker(POLICY, Clock()), list[Event]()
+    run(broker.attach(Holder("text", "text", 100, features=frozenset(), resumes=False), lambda *what: None))
+    run(broker.submit(job("x")))
+    broker.subscribe("x", -1, heard.extend)
+    run(broker.lease("text", 1))
+    run(broker.progress(Progress("x", 1, 0, tokens(7))))
+    run(broker.detach("text", "closed"))
+    run(broker.attach(Holder("a", "f32", 100), lambda *what: None))
+    [lease] = run(broker.lease("a", 1))
+    assert lease.generated == ()
+    assert run(broker.progress(Progress("x", 2, 0, tokens(8, 9))))
+    run(broker.detach("a", "closed"))
+    run(broker.attach(Holder("int8", "int8", 100), lambda *what: None))
+    assert not run(broker.lease("int8", 1))
+    run(broker.attach(Holder("more", "text", 100, features=frozenset(), resumes=False), lambda *what: None))
+    [lease] = run(broker.lease("more", 1))
+    assert lease.generated == ()
+    assert [e.kind for e in heard] == ["started", "token", "reset", "token", "token", "reset"]
+    assert [e.index for e in heard if e.kind == "token"] == [0, 0, 1]
+
+
+def test_a_worker_gets_what_it_is_trusted_with_and_has_the_features_for() -> None:
+    broker = MemoryBroker(POLICY, Clock())
+    run(broker.attach(Holder("open", "f32", 100, tier=OPEN), lambda *what: None))
+    run(broker.attach(Holder("text", "text", 100, features=frozenset({"top_k"})), lambda *what: None))
+    request = GenerateRequest([1, 2, 3], 8)
+    run(broker.submit(Job("grammar", "t", 1.0, request, needs=frozenset({"grammar"}))))
+    run(broker.submit(Job("top_k", "t", 1.0, request, needs=frozenset({"top_k"}))))
+    assert not run(broker.lease("open", 2))
+    assert [lease.job.id for lease in run(broker.lease("text", 2))] == ["top_k"]
+    run(broker.submit(Job("any", "t", 1.0, request, min_tier=OPEN)))
+    assert [lease.job.id for lease in run(broker.lease("open", 2))] == ["any"]
+    run(broker.attach(Holder("owner", "f32", 100, tier=OWNER), lambda *what: None))
+    assert [lease.job.id for lease in run(broker.lease("owner", 2))] == ["grammar"]
+
+
+def test_a_probe_goes_to_whom_it_is_for_who_gets_more_once_it_is_trusted() -> None:
+    broker = MemoryBroker(POLICY, Clock())
+    for session in ("a", "stranger"):
+        tier = PROBATION if session == "stranger" else TRUSTED
+        run(broker.attach(Holder(session, "f32", 100, tier=tier), lambda *what: None))
+    run(broker.submit(Job("probe", "t", 1.0, GenerateRequest([1], 8), only="stranger")))
+    run(broker.submit(Job("real", "t", 1.0, GenerateRequest([1], 8), min_tier=OPEN)))
+    assert [lease.job.id for lease in run(broker.lease("a", 1))] == ["real"]
+    assert run(broker.release("real", 1, "nack"))
+    assert [lease.job.id for lease in run(broker.lease("stranger", 2))] == ["probe"]
+    run(broker.attach(Holder("stranger", "f32", 100, tier=OPEN), lambda *what: None))
+    assert [lease.job.id for lease in run(broker.lease("stranger", 2))] == ["real"]
+    assert broker.leased == 2
 
 
 def test_time_ends_leases_and_jobs() -> None:

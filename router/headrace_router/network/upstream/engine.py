@@ -1,0 +1,119 @@
+"""Jobs of text at another server: one HTTP request each, its SSE stream as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from headrace._common.errors import GenerationFailed, HeadraceError, Overloaded
+from headrace_router.network.frames import JobFrame
+from headrace_router.network.upstream.apis import Api
+from headrace_router.streams import TokenStream
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 10.0
+LAST_SECONDS = 2.0  # from the last token to the end of the stream
+AGAIN_SECONDS = 1.0  # between looks at a server that was lost
+LARGEST_LINE = 1 << 20  # bytes
+_STRANGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+
+
+class UpstreamEngine:
+    """Runs jobs at a server. `available` is False from a lost connection until it answers again."""
+
+    def __init__(self, client: aiohttp.ClientSession, url: str, api: Api) -> None:
+        """`client`: with the server's key, if it has one, and without limits of time."""
+        self._client, self._url, self._api = client, url, api
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.available = True
+
+    def submit(self, job: JobFrame) -> TokenStream:
+        """Ask for a job's text. Closing the stream closes the connection, which ends the server's work on it."""
+
+        def cancel() -> None:
+            task.cancel()
+
+        stream = TokenStream(cancel)
+        task = asyncio.create_task(self._run(job, stream))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return stream
+
+    async def _run(self, job: JobFrame, stream: TokenStream) -> None:
+        try:
+            await self._read(job, stream)
+            if not stream.done:
+                stream.fail(GenerationFailed("the upstream's stream ended before its output did"))
+        except HeadraceError as error:
+            stream.fail(error)
+        except _STRANGE as error:
+            stream.fail(GenerationFailed(f"the upstream's answer is not of its API: {type(error).__name__} {error}"[:300]))
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if isinstance(error, aiohttp.ClientConnectionError) and self.available:
+                log.warning("the upstream is lost: %s", error)
+                self.available = False
+            stream.fail(GenerationFailed(f"the upstream was lost: {error or type(error).__name__}"))
+
+    async def _read(self, job: JobFrame, stream: TokenStream) -> None:
+        headers = {"X-Request-Id": job.job, "Accept": "text/event-stream"}
+        async with self._client.post(self._url + self._api.path, json=self._api.body(job), headers=headers) as response:
+            if response.status in (429, 503):
+                raise Overloaded(f"the upstream answers {response.status}")
+            if response.status != 200:
+                text = (await response.content.read(2000)).decode("utf-8", "replace")
+                raise GenerationFailed(f"the upstream answers {response.status}: {text[:300]}")
+            told = events(response)
+            async for event in told:
+                for token in self._api.read(event):
+                    stream.put(token)
+                if stream.done:
+                    break
+            with contextlib.suppress(TimeoutError):  # what it says beside the output; then the connection can be used again
+                async with asyncio.timeout(LAST_SECONDS):
+                    async for _ in told:
+                        pass
+
+    async def watch(self) -> None:
+        """Ask a server that was lost again and again; never returns."""
+        while True:
+            await asyncio.sleep(AGAIN_SECONDS)
+            if not self.available:
+                self.available = await self._answers()
+
+    async def _answers(self) -> bool:
+        try:
+            async with self._client.get(self._url + "/health", timeout=aiohttp.ClientTimeout(total=CONNECT_SECONDS)) as reply:
+                return reply.status < 500
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of an SSE stream (https://html.spec.whatwg.org/multipage/server-sent-events.html), up to [DONE].
+
+    A field `error`, in which llama.cpp tells errors, is an event too. Ids, names and comments are passed over.
+
+    Raises:
+        GenerationFailed: a line is longer than any token can be.
+        ValueError: the data is not JSON.
+    """
+    rest = b""
+    async for chunk in response.content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        if len(rest) > LARGEST_LINE:
+            raise GenerationFailed("the upstream sends a line without end")
+        for line in lines:
+            name, _, value = line.rstrip(b"\r").partition(b":")
+            if name == b"error":
+                yield {"error": json.loads(value)}
+            elif name == b"data":
+                if value.strip() == b"[DONE]":
+                    return
+                yield json.loads(value)
