@@ -32,11 +32,14 @@ class Process:
     """A child of the test with its stderr in a file."""
 
     def __init__(self, module: str, *flags: str, env: dict[str, str] | None = None) -> None:
+        self._launch(["-m", module, *flags], env or {})
+
+    def _launch(self, arguments: list[str], env: dict[str, str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="headrace-test-"))
         self._log: IO[bytes] = open(self.folder / "log", "wb")  # noqa: SIM115 - closed in stop
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", module, *flags], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+            [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
         )
 
     def log(self) -> str:
@@ -56,6 +59,13 @@ class Process:
             return self.popen.wait(5)
         finally:
             self._log.close()
+
+
+class Command(Process):
+    """`headrace` with a subcommand."""
+
+    def __init__(self, *words: str, env: dict[str, str] | None = None) -> None:
+        self._launch(["-c", "from headrace_launcher.cli import main; main()", *words], env or {})
 
 
 class ShardProcess(Process):
