@@ -64,7 +64,7 @@ class Journey:
     result: dict[str, Any]
 
 
-class ShardEar(grpc.GenericRpcHandler):
+class ShardEar(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Between router and shard: every call goes through byte by byte; tokens of Steps are noted."""
 
     def __init__(self, target: str, station: Station, text_of: Callable[[Sequence[int]], str]) -> None:
@@ -99,9 +99,10 @@ def http_ear(target: str, station: Station) -> web.Application:
     """Between the server and the agent: answers pass on as they come; tokens of SSE events are noted."""
 
     async def pass_on(request: web.Request) -> web.StreamResponse:
+        given: dict[str, Any] = {"headers": request.headers, "data": await request.read()}
         async with (
             aiohttp.ClientSession(**UNMETERED) as session,
-            session.request(request.method, target + request.path_qs, headers=request.headers, data=await request.read()) as reply,
+            session.request(request.method, target + request.path_qs, **given) as reply,
         ):
             answer = web.StreamResponse(status=reply.status, headers={"Content-Type": reply.headers["Content-Type"]})
             await answer.prepare(request)

@@ -22,7 +22,7 @@ INTERNAL = frozenset({"model_folder", "model_sha", "rank", "shard_restarts", "sh
 
 
 # Settings that mean something in one role only, where they differ from their defaults.
-OF_GATEWAYS = ("broker", "max_queue_time", "max_run_time", "no_worker_wait", "stall_timeout")
+OF_GATEWAYS = ("broker", "disconnect_grace", "max_queue_time", "max_run_time", "no_worker_wait", "stall_timeout")
 OF_WORKERS = ("insecure", "pause_above_load", "slots")
 # Settings of a worker that lends another server, beside those of that server.
 OF_LENDING = frozenset({

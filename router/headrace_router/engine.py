@@ -67,7 +67,11 @@ class Backend(Protocol):
 
     info: pb.InfoResponse
     capacity: pb.WarmupResponse
-    problem: str | None
+
+    @property
+    def problem(self) -> str | None:
+        """Why it is not well."""
+        ...
 
     @property
     def healthy(self) -> bool: ...

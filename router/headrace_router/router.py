@@ -88,7 +88,8 @@ class Router:
         settings = self._settings
         shard: Backend
         if settings.role == "gateway":
-            shard = NetworkBackend(self._folder, settings.model_id, self._text.tokenizer.vocab_size)
+            broker = MemoryBroker(role.policy(settings, preset(settings).max_queue_size))
+            shard = NetworkBackend(self._folder, settings.model_id, self._text.tokenizer.vocab_size, broker)
         else:
             shard = ShardClient(settings.shard_target)
         self._shard = shard
@@ -164,10 +165,16 @@ class Router:
             return Batcher(
                 shard, tokenizer, limits, metrics, tuned.max_step_tokens, tuned.itl_target_ms, settings.shard_restarts
             )
-        broker = MemoryBroker(role.policy(settings, tuned.max_queue_size))
+        assert isinstance(shard, NetworkBackend)
         return Gateway(
-            broker, tokenizer, self._folder.eos_token_ids, limits.vocab_size, settings.no_worker_wait
+            shard.broker, tokenizer, self._folder.eos_token_ids, limits.vocab_size, settings.no_worker_wait
         )
+
+    @property
+    def _holding(self) -> bool:
+        """Are there requests that nobody is connected for, and that end with this process?"""
+        network = self.service.network
+        return bool(self.service.background) and not (network is not None and network.gateway.broker.durable)
 
     async def drain(self) -> None:
         """Refuse new requests and wait, no longer than the settings allow, until those that run have ended.
@@ -181,7 +188,7 @@ class Router:
         log.info("stopping; %d requests may take up to %g s", self.service.active, seconds)
         try:
             async with asyncio.timeout(seconds):
-                while (self.service.active or self.service.background) and self._shard.healthy:  # noqa: ASYNC110 - counted in the hot path
+                while (self.service.active or self._holding) and self._shard.healthy:  # noqa: ASYNC110 - counted in the hot path
                     await asyncio.sleep(0.02)
         except TimeoutError:
             log.warning("%d requests have not ended in time", self.service.active)

@@ -123,7 +123,12 @@ class RouterSettings:
         10.0, "seconds between two tokens after which another worker goes on", env="HEADRACE_STALL_TIMEOUT", minimum=0.1
     )
     no_worker_wait: float = option(
-        10.0, "seconds without a worker after which a gateway refuses requests", env="HEADRACE_NO_WORKER_WAIT", minimum=0
+        10.0, "seconds without a worker that could serve it, after which a gateway refuses a request",
+        env="HEADRACE_NO_WORKER_WAIT", minimum=0,
+    )
+    disconnect_grace: float = option(
+        10.0, "seconds that a gateway's stream goes on without its client, who may come back for it; 0: it ends at once",
+        env="HEADRACE_DISCONNECT_GRACE", minimum=0,
     )
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")

@@ -21,7 +21,7 @@ from headrace_router.types import Token
 
 KEEP_ALIVE_SECONDS = 15.0
 SWEEPS = 15  # looks for silent streams in that time
-PING = b": ping\n\n"
+PING = b": ping\n"  # without a blank line: after an `id:` that would be an empty event to some readers
 DONE = b"data: [DONE]\n\n"
 STREAM: web.RequestKey[web.StreamResponse] = web.RequestKey("stream", web.StreamResponse)  # once its headers are out
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -37,6 +37,14 @@ def frame(data: bytes, name: str | None = None) -> bytes:
     """One event. `data` is JSON in UTF-8, which holds no CR and LF. `name`: of the kind of event, where an API names them."""
     head = f"event: {name}\n".encode() if name is not None else b""
     return head + b"data: " + _unbroken(data) + b"\n\n"
+
+
+def with_id(frames: bytes, name: str) -> bytes:
+    """The events of one token, with its id on the last of them: who has that one has read the token."""
+    if not frames:
+        return frames
+    before, end, last = frames[:-2].rpartition(b"\n\n")
+    return b"%b%bid: %b\n%b\n\n" % (before, end, name.encode(), last)
 
 
 def _unbroken(data: bytes) -> bytes:

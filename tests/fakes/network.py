@@ -18,6 +18,7 @@ from tests.fakes.routers import Reply, until
 from tests.fakes.scripted_shard import ScriptedShard
 from tests.fakes.text_models import EOS_ID, write_text_model
 
+FEATURES = ["grammar", "top_n", "prompt_logprobs", "resume"]
 JSON = "headrace.worker.v1+json"
 
 
@@ -108,7 +109,8 @@ class Net:
     async def scripted(self, slots: int = 1, token: str | None = None, protocol: str = JSON, **model: Any) -> ScriptedWorker:
         """Connect a scripted worker and say hello."""
         served = {
-            "id": "scripted", "tokenizer_hash": self.router.service.tokenizer_hash, "format": "f32", "max_total": 1024, **model
+            "id": "scripted", "tokenizer_hash": self.router.service.tokenizer_hash, "format": "f32", "max_total": 1024,
+            "features": FEATURES, **model,
         }
         headers = {"Authorization": f"Bearer {self.token if token is None else token}"}
         socket = await self.session.ws_connect(self.url + PATH, headers=headers, protocols=[protocol], autoping=True)
@@ -120,6 +122,7 @@ class Net:
         """Start a whole router with a scripted shard that works for the gateway."""
         number = len(self.workers)
         scripted = ScriptedShard(**shard)
+        scripted.features = ["top_n_tokens", "prompt_logprobs", "watermark", "resume", "grammar"]
         target = f"unix:{self.folder}/worker-{number}"
         await scripted.start(target)
         router = Router(RouterSettings(

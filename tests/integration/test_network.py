@@ -83,13 +83,15 @@ async def test_a_worker_that_goes_loses_nothing(net: Net) -> None:
     assert router.batcher.running == 0
 
 
-async def test_a_client_that_goes_frees_the_worker(net: Net) -> None:
-    _, shard = await net.worker(step_seconds=0.005)
-    response = await net.session.post(net.url + "/generate_stream", json={"inputs": "x", "parameters": {"max_new_tokens": 900}})
-    await response.content.readline()
-    assert shard.rows == 1
-    response.close()
-    await until(lambda: shard.rows == 0)
+async def test_a_client_that_goes_frees_the_worker(tmp_path: Path) -> None:
+    async with network(tmp_path, disconnect_grace=0) as net:
+        _, shard = await net.worker(step_seconds=0.005)
+        body = {"inputs": "x", "parameters": {"max_new_tokens": 900}}
+        response = await net.session.post(net.url + "/generate_stream", json=body)
+        await response.content.readline()
+        assert shard.rows == 1
+        response.close()
+        await until(lambda: shard.rows == 0)
 
 
 async def test_a_worker_of_another_model_is_told_both(net: Net) -> None:

@@ -52,6 +52,10 @@ class NotFound(HeadraceError):
     """An unknown batch, route or model."""
 
 
+class Gone(HeadraceError):
+    """The request has ended so long ago that nothing is kept of it."""
+
+
 class Conflict(HeadraceError):
     """The idempotency key was used before, for another request."""
 
@@ -88,10 +92,22 @@ class QueueFull(Overloaded):
     reason = "queue"
 
 
+class NoCapacity(QueueFull):
+    """Nobody is there who could ever serve the request."""
+
+    reason = "no_capacity"
+
+
 class WouldBeLate(QueueFull):
     """So many wait that a request cannot meet its deadline."""
 
     reason = "deadline"
+
+
+class BrokerUnavailable(QueueFull):
+    """What keeps a gateway's requests does not answer."""
+
+    reason = "broker"
 
 
 class RateLimited(Overloaded):
@@ -148,12 +164,15 @@ TABLE: dict[type[HeadraceError], Mapping] = {
     TooSlow: Mapping(408, "DEADLINE_EXCEEDED", "timeout", "timeout_error"),
     NotFound: Mapping(404, "NOT_FOUND", "not_found", "invalid_request_error"),
     ModelNotFound: Mapping(404, "NOT_FOUND", "not_found", "invalid_request_error"),
+    Gone: Mapping(410, "NOT_FOUND", "gone", "invalid_request_error"),
     Conflict: Mapping(409, "ALREADY_EXISTS", "conflict", "invalid_request_error"),
     MethodNotAllowed: Mapping(405, "UNIMPLEMENTED", "method_not_allowed", "invalid_request_error"),
     Unauthorized: Mapping(401, "UNAUTHENTICATED", "authentication", "invalid_request_error"),
     Forbidden: Mapping(403, "PERMISSION_DENIED", "permission", "permission_error"),
     Overloaded: Mapping(429, "RESOURCE_EXHAUSTED", "overloaded", "overloaded_error"),
     QueueFull: Mapping(503, "UNAVAILABLE", "overloaded", "overloaded_error"),
+    NoCapacity: Mapping(503, "UNAVAILABLE", "overloaded", "overloaded_error"),
+    BrokerUnavailable: Mapping(503, "UNAVAILABLE", "overloaded", "overloaded_error"),
     WouldBeLate: Mapping(503, "UNAVAILABLE", "overloaded", "overloaded_error"),
     RateLimited: Mapping(429, "RESOURCE_EXHAUSTED", "rate_limited", "rate_limit_error"),
     DeadlineExceeded: Mapping(408, "DEADLINE_EXCEEDED", "timeout", "timeout_error"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -18,9 +20,21 @@ class Origin:
 
     request_id: str
     trace_id: str | None = None  # of W3C's traceparent
+    traceparent: str | None = None  # as it was given
+    made: bool = False  # the id was made here: its client gave none
 
 
 ORIGIN: ContextVar[Origin | None] = ContextVar("origin", default=None)
+
+
+@contextlib.contextmanager
+def about(origin: Origin | None) -> Iterator[None]:
+    """Have log lines within be about a request."""
+    token = ORIGIN.set(origin)
+    try:
+        yield
+    finally:
+        ORIGIN.reset(token)
 
 
 class PlainFormatter(logging.Formatter):

@@ -17,6 +17,7 @@ from headrace_router.api.chat_requests import prepare_chat
 from headrace_router.api.choices import end_of, run_all
 from headrace_router.api.completion_replies import CompletionReplies
 from headrace_router.api.completion_requests import prepare_completion
+from headrace_router.api.lasting import lasting, numbered
 from headrace_router.api.openai_replies import usage
 from headrace_router.api.openai_requests import Prepared
 from headrace_router.api.timing import compute_headers, time_headers
@@ -93,14 +94,15 @@ async def _stream(
     request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Answers, headers: dict[str, str]
 ) -> web.StreamResponse:
     async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(service.engine.submit(r)) for r in prepared.requests]
+        streams = [await stack.enter_async_context(lasting(service, service.engine.submit(r))) for r in prepared.requests]
+        with_id = numbered(request, streams, always=False)
         ends: dict[int, End] = {}
 
         def frames(index: int, token: Token) -> bytes:
             if token.end is not None:
                 ends[index] = token.end
                 ticket.ended(prepared.requests[index], token.end)
-            return replies.frames(index, token)
+            return with_id(replies.frames(index, token))
 
         events = await sse.open_stream(request, headers)
         try:

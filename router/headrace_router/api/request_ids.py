@@ -19,5 +19,7 @@ def origin(headers: Mapping[str, str]) -> Origin:
     An id of other characters than those of ids could forge log lines and headers: it is replaced.
     """
     given = headers.get(HEADER, "")
-    trace = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
-    return Origin(given if _ID.fullmatch(given) else uuid.uuid4().hex, trace[1] if trace else None)
+    made = _ID.fullmatch(given) is None
+    parent = headers.get("traceparent", "")
+    trace = _TRACEPARENT.fullmatch(parent)
+    return Origin(uuid.uuid4().hex if made else given, trace[1] if trace else None, parent if trace else None, made)

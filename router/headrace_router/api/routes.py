@@ -10,15 +10,18 @@ from aiohttp import web
 
 from headrace._common.errors import (
     BodyTooLarge,
+    BrokerUnavailable,
     Conflict,
     DeadlineExceeded,
     Forbidden,
     GenerationFailed,
+    Gone,
     HeadraceError,
     Incomplete,
     InvalidRequest,
     MalformedBody,
     ModelNotFound,
+    NoCapacity,
     NotFound,
     Overloaded,
     QueueFull,
@@ -54,7 +57,8 @@ BODY_ERRORS: tuple[type[HeadraceError], ...] = (
     MalformedBody, UnsupportedMediaType, BodyTooLarge, TooSlow, InvalidRequest, Unauthorized, Forbidden, RateLimited,
 )
 RUN_ERRORS: tuple[type[HeadraceError], ...] = (
-    *BODY_ERRORS, Overloaded, QueueFull, WouldBeLate, DeadlineExceeded, GenerationFailed, Incomplete, Unhealthy,
+    *BODY_ERRORS, Overloaded, QueueFull, NoCapacity, BrokerUnavailable, WouldBeLate, DeadlineExceeded, GenerationFailed,
+    Incomplete, Unhealthy,
 )
 
 
@@ -133,16 +137,16 @@ ROUTES = (
     ),
     Route(
         "GET", "/v1/requests/{id}", requests.show, "Of a gateway: the state of a request", reply=requests.RequestOut,
-        errors=(Unauthorized, NotFound), own=True,
+        errors=(Unauthorized, NotFound, Gone), own=True,
     ),
     Route(
         "GET", "/v1/requests/{id}/events", requests.events,
         "Of a gateway: a request's events, from the one after Last-Event-ID", events=requests.EVENTS,
-        errors=(InvalidRequest, Unauthorized, NotFound), own=True,
+        errors=(InvalidRequest, Unauthorized, NotFound, Gone), own=True,
     ),
     Route(
-        "DELETE", "/v1/requests/{id}", requests.delete, "Of a gateway: give a request up", errors=(Unauthorized, NotFound),
-        own=True, status=204,
+        "DELETE", "/v1/requests/{id}", requests.delete, "Of a gateway: give a request up",
+        errors=(Unauthorized, NotFound, Gone), own=True, status=204,
     ),
     Route(
         "GET", "/v1/workers", workers.workers, "Of a gateway: the workers that are connected", reply=workers.WorkersOut,

@@ -87,11 +87,13 @@ async def connect(request: web.Request) -> web.StreamResponse:
         protocols=(protocol,), heartbeat=frames.HEARTBEAT, max_msg_size=frames.MAX_FRAME, compress=False, timeout=2.0
     )
     await socket.prepare(request)
-    await _serve(network, socket, frames.Codec(protocol, frames.FromWorker), worker)
+    await _serve(request, network, socket, frames.Codec(protocol, frames.FromWorker), worker)
     return socket
 
 
-async def _serve(network: Network, socket: web.WebSocketResponse, codec: frames.Codec, worker: str) -> None:
+async def _serve(
+    request: web.Request, network: Network, socket: web.WebSocketResponse, codec: frames.Codec, worker: str
+) -> None:
     try:
         hello = await _hello(socket, codec)
     except (TimeoutError, frames.Malformed):
@@ -102,7 +104,10 @@ async def _serve(network: Network, socket: web.WebSocketResponse, codec: frames.
         await (socket.send_str(refusal.decode()) if codec.is_text else socket.send_bytes(refusal))
         await socket.close(code=4409, message=reason.encode()[:120])
         return
-    await network.gateway.serve_worker(socket, codec, hello, worker, min(hello.slots, MOST_SLOTS), LEASE_SECONDS)
+    transport = request.transport
+    assert transport is not None
+    slots = min(hello.slots, MOST_SLOTS)
+    await network.gateway.serve_worker(socket, transport.abort, codec, hello, worker, slots, LEASE_SECONDS)
 
 
 async def _hello(socket: web.WebSocketResponse, codec: frames.Codec) -> frames.Hello:

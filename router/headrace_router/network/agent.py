@@ -206,8 +206,11 @@ class Connection:
             self.send(frames.Step(rows))
         if texts:
             self.send(frames.TextStep(texts))
-        for frame in after:
-            self.send(frame)
+        if any(isinstance(frame, frames.Fail | frames.Nack) for frame in after):
+            self.offer()  # first: nothing more comes here if what runs the jobs is gone
+        for frame in after:  # the last row of a text has told its end
+            if not (self._speaks_text and isinstance(frame, frames.Done)):
+                self.send(frame)
 
     def _take(self, run: _Run, rows: list[Row], texts: list[TextRow]) -> Struct | None:
         """A run's new tokens into rows, of ids or of text; its last frame if it has ended."""
@@ -223,7 +226,7 @@ class Connection:
             if not self._speaks_text:
                 rows.append(_row(run, token))
                 run.index += 1
-            elif token.text or token.id >= 0:
+            elif token.text or token.id >= 0 or token.end is not None:
                 texts.append(_text_row(run, token))
                 run.index += 1
             if token.end is not None:
@@ -237,8 +240,10 @@ def _row(run: _Run, token: Token) -> Row:
 
 
 def _text_row(run: _Run, token: Token) -> TextRow:
+    token_id = token.id if token.id >= 0 else None
     logprob = None if math.isnan(token.logprob) else token.logprob
-    return run.job, run.attempt, run.index, token.text, token.id if token.id >= 0 else None, logprob, _pairs(token.top or [])
+    finish = FINISHES[token.end.finish_reason] if token.end is not None else None
+    return run.job, run.attempt, run.index, token.text, token_id, logprob, _pairs(token.top or []), finish
 
 
 def _pairs(top: list[TopToken]) -> list[tuple[int, float]]:

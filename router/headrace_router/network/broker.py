@@ -8,14 +8,17 @@
 - A job that is released goes back to the place that its score gives it, before later ones, with its tokens kept; the next
   lease has the next attempt. After `max_attempts` it fails.
 - Each accepted job gets exactly one terminal event, the last of its log. Token indices in a log have no gap and no repetition.
+
+A broker may be shared by several gateways: jobs, sessions, positions and counters are then those of all of them. While such a
+broker cannot be reached, methods of clients raise `BrokerUnavailable` at once, those of workers only after its grace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from headrace_router.network.jobs import Counts, Event, Holder, Job, JobStatus, Lease, Progress
+from headrace_router.network.jobs import Counts, Event, EventId, Holder, Job, JobStatus, Lease, Progress
 
 Listener = Callable[[Sequence[Event]], None]
 Revoked = Callable[[str, int, str], None]  # (job, attempt, reason): a holder must stop it
@@ -24,7 +27,29 @@ Revoked = Callable[[str, int, str], None]  # (job, attempt, reason): a holder mu
 class Broker(Protocol):
     """Keeps jobs, hands them out, and keeps what comes of them."""
 
-    counts: Counts
+    counts: Counts  # what was done through this gateway
+    durable: bool  # jobs outlive this gateway
+
+    on_work: Callable[[], None]  # called when another gateway has brought work
+
+    async def start(self, patience: float) -> None:
+        """Begin.
+
+        Raises:
+            StartupError: what the jobs are to be kept in cannot be reached within so many seconds, or is not usable.
+        """
+        ...
+
+    async def close(self, reason: str) -> None:
+        """The gateway stops: what its workers hold goes back, and jobs that cannot outlive it fail."""
+        ...
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot be used, if it has not been for longer than its grace."""
+        ...
+
+    # --- clients ---
 
     async def submit(self, job: Job) -> int:
         """Accept a job; returns its position in the queue.
@@ -34,6 +59,42 @@ class Broker(Protocol):
         """
         ...
 
+    async def claim(self, key: str, digest: str) -> str | None:
+        """The job that was made under an idempotency key; None: it is the caller's to make, and to `settle`.
+
+        While another caller makes it, this waits.
+
+        Raises:
+            Conflict: the key was used for a request of another digest.
+        """
+        ...
+
+    async def settle(self, key: str, job: str | None) -> None:
+        """What came of a claim: a job, or nothing."""
+        ...
+
+    async def cancel(self, job: str, by: str) -> bool:
+        """End a job from the client's side."""
+        ...
+
+    async def status(self, job: str) -> JobStatus | None:
+        """None: there is no such job, or not any more."""
+        ...
+
+    async def subscribe(self, job: str, after: EventId, listener: Listener) -> Callable[[], None]:
+        """Have the job's events after an id told: those that are there before this returns. Returns the way out.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        ...
+
+    async def live(self, tenant: str) -> int:
+        """Jobs of a tenant that have not ended."""
+        ...
+
+    # --- workers ---
+
     async def attach(self, holder: Holder, revoked: Revoked) -> None:
         """A session may hold leases from now on; once more for one that does: it has changed, and keeps what it holds."""
         ...
@@ -42,16 +103,22 @@ class Broker(Protocol):
         """A session is gone: all that it holds is released."""
         ...
 
-    async def lease(self, session: str, most: int) -> list[Lease]:
-        """Hand out the next jobs that the session can run, at most that many.
+    async def lease(self, session: str, most: int, tokens: int | None = None) -> list[Lease]:
+        """Hand out the next jobs that the session can run: at most so many, which may grow to at most so many tokens together.
+
+        If there is no room for the next one, nothing that comes later passes it by.
 
         It must be trusted enough for a job, have room and the features for it. If it, or who had the job before, does not
         resume exactly, the output begins again: `reset`. A job that is `only` for a session goes to that one, always.
         """
         ...
 
-    async def progress(self, news: Progress) -> bool:
-        """Append tokens, and the end; renews the lease. Tokens that the log has are ignored; a gap releases the job."""
+    async def reclaim(self, session: str, job: str, attempt: int) -> Lease | None:
+        """A worker that has connected again goes on with a job that nobody else has yet: the same attempt, a new session."""
+        ...
+
+    async def progress(self, news: Sequence[Progress]) -> list[bool]:
+        """Append tokens, and ends, all at once; renews leases. Tokens that a log has are ignored; a gap releases the job."""
         ...
 
     async def renew(self, session: str, held: Sequence[tuple[str, int]]) -> None:
@@ -66,20 +133,19 @@ class Broker(Protocol):
         """End a job that no other worker could run either."""
         ...
 
-    async def cancel(self, job: str, by: str) -> bool:
-        """End a job from the client's side."""
-        ...
+    # --- time ---
 
     async def sweep(self) -> None:
         """Act on what has passed: leases, deadlines, logs kept long enough. To be called several times a second."""
         ...
 
-    async def refuse_waiting(self, code: str, message: str) -> None:
-        """Fail the jobs that wait and that no worker has ever had."""
+    async def refuse(self, job: str, code: str, message: str) -> bool:
+        """Fail a job that waits and that no worker has ever had."""
         ...
 
-    async def end_all(self, code: str, message: str) -> None:
-        """Fail every job: the gateway stops."""
+    @property
+    def holders(self) -> Collection[Holder]:
+        """The sessions that may hold leases now, of all gateways."""
         ...
 
     @property
@@ -93,18 +159,16 @@ class Broker(Protocol):
         ...
 
     @property
+    def waiting_by_class(self) -> Mapping[str, int]:
+        """Jobs in the queue, by workload class."""
+        ...
+
+    @property
     def leased(self) -> int:
         """Jobs that sessions hold."""
         ...
 
-    async def status(self, job: str) -> JobStatus | None:
-        """None: there is no such job, or not any more."""
-        ...
-
-    def subscribe(self, job: str, after: int, listener: Listener) -> Callable[[], None]:
-        """Have the job's events with `seq` > `after` told: those that are there before this returns. Returns the way out.
-
-        Raises:
-            NotFound: there is no such job.
-        """
+    @property
+    def sessions(self) -> int:
+        """Workers that are attached, at any gateway."""
         ...

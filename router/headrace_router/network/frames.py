@@ -16,13 +16,13 @@ PROTOCOLS: Final = ("headrace.worker.v1+msgpack", "headrace.worker.v1+json")  # 
 PATH: Final = "/v1/worker/connect"
 HEARTBEAT: Final = 5.0  # seconds between pings on an idle line; half of it for the answer
 MAX_FRAME: Final = 1 << 20  # bytes, from a worker
-FAILURES: Final = ("oom", "cuda", "bad_request", "internal", "timeout")  # codes of Fail
 REFUSED: Final = range(4400, 4500)  # close codes that say why
 
 Row = tuple[str, int, int, int, float | None, int, list[tuple[int, float]]]
 # (job, attempt, index, token id, log probability, flags (0), most likely tokens)
-TextRow = tuple[str, int, int, str, int | None, float | None, list[tuple[int, float]]]
-# (job, attempt, number of the row, text, token id, log probability, most likely tokens); None: the worker does not know it
+TextRow = tuple[str, int, int, str, int | None, float | None, list[tuple[int, float]], str | None]
+# (job, attempt, number of the row, text, token id, log probability, most likely tokens, finish as `done` has it, on the last);
+# None: the worker does not know it
 TEXT: Final = "text"  # the feature of a worker that takes and gives text, and so goes on after nobody's tokens exactly
 
 
@@ -57,7 +57,7 @@ class Accept(Struct, tag_field="t", tag="accept"):
 
 
 class Nack(Struct, tag_field="t", tag="nack"):
-    """Worker: the job is not taken; another worker may."""
+    """Worker: the job is not taken; another worker may. `code`: busy, oom, unsupported or draining."""
 
     job: str
     attempt: int
@@ -72,14 +72,18 @@ class PromptTokens(Struct, tag_field="t", tag="prompt"):
     tokens: list[tuple[int, float | None, list[tuple[int, float]] | None]]
 
 
-class Step(Struct, tag_field="t", tag="step"):
-    """Worker: the tokens of one decode step, of all jobs."""
+class Step(Struct, tag_field="t", tag="step", omit_defaults=True):
+    """Worker: the tokens of one decode step, of all jobs.
+
+    `begun`: of those whose first token this is: (job, attempt, prompt tokens that were cached, seconds in its own queue).
+    """
 
     x: list[Row]
+    begun: list[tuple[str, int, int, float]] = []
 
 
 class TextStep(Struct, tag_field="t", tag="text"):
-    """Worker that speaks text: what has come of its jobs; a row stands for at least one token."""
+    """Worker that speaks text: what has come of its jobs; a row with text or an id stands for at least one token."""
 
     x: list[TextRow]
 
@@ -99,7 +103,7 @@ class Done(Struct, tag_field="t", tag="done"):
 
 
 class Fail(Struct, tag_field="t", tag="fail"):
-    """Worker: a job has failed; `retriable`: another worker may run it. A `code` that is none of FAILURES is internal."""
+    """Worker: a job has failed; `retriable`: another worker may run it."""
 
     job: str
     attempt: int
@@ -109,10 +113,11 @@ class Fail(Struct, tag_field="t", tag="fail"):
 
 
 class Status(Struct, tag_field="t", tag="status"):
-    """Worker: what it runs, every heartbeat."""
+    """Worker: what it runs, every heartbeat. `slots_free`, `kv_free_tokens`: what it could take beside that, if it says so."""
 
     running: list[tuple[str, int, int]]
-    slots_free: int = 0
+    slots_free: int | None = None
+    kv_free_tokens: int | None = None
     waiting: int = 0
     tok_s: float = 0.0
 
@@ -187,6 +192,7 @@ class JobFrame(Struct, tag_field="t", tag="job"):
     rng_offset: int
     want: Want
     workload: str = "chat"
+    trace: str | None = None  # W3C's traceparent of the request
     text: str | None = None  # of the prompt, in place of its ids, for a worker that speaks text
 
 

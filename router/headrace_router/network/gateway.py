@@ -1,7 +1,7 @@
 """The engine over remote workers: requests become jobs of the broker, workers' sessions take them, events come back.
 
 1. `submit` makes a job and a stream, has the broker accept it, and follows its log.
-2. `_dispatch` lets sessions with free slots lease the next jobs, the one with most free slots first. It runs when a job
+2. `dispatch` lets sessions with free slots lease the next jobs, the one with most free slots first. It runs when a job
    comes, a slot gets free or a worker joins.
 3. `session.Session` turns a worker's frames into tokens and hands them to the broker, which keeps them in the job's log and
    tells them to everyone who follows: the request's own stream, and readers of /v1/requests/ID/events.
@@ -11,93 +11,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+import weakref
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
 
-from headrace._common.errors import DeadlineExceeded, GenerationFailed, HeadraceError, NotFound, QueueFull
+from headrace._common.errors import GenerationFailed, Gone, HeadraceError, NoCapacity, NotFound, QueueFull
+from headrace._common.logs import ORIGIN
 from headrace._common.tokenizing import Tokenizer
 from headrace_router.network import frames
 from headrace_router.network.broker import Broker
-from headrace_router.network.jobs import TERMINAL, Event, Job, JobStatus, Lease
+from headrace_router.network.job_stream import NO_CAPACITY, Follower, JobStream
+from headrace_router.network.jobs import BEGINNING, Event, Holder, Job, JobStatus, Lease
+from headrace_router.network.line import Line
+from headrace_router.network.metrics import NetworkMetrics
+from headrace_router.network.names import Names, call_name
 from headrace_router.network.output import JobOutput
 from headrace_router.network.session import Session
+from headrace_router.network.speed import Use
 from headrace_router.network.text_output import TextOutput, needs
-from headrace_router.streams import TokenStream
-from headrace_router.types import End, GenerateRequest, Token
+from headrace_router.types import GenerateRequest
 
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.25
+HOPE_SECONDS = 1.0  # between looks for requests that nobody can serve
+RETRY_SECONDS = (1.0, 60.0)  # that a client who is turned away is told to wait, at least and at most
 CLASS_WEIGHTS = {"chat": 4.0, "agent": 2.0, "document": 1.0}
-NO_WORKER = "no worker is connected"
-
-
-class JobStream(TokenStream):
-    """The stream of a request that is a job. `admitted` is done when the broker has accepted or refused it."""
-
-    __slots__ = ("admitted", "job")
-
-    def __init__(self, job: str, on_cancel: Callable[[], None]) -> None:
-        super().__init__(on_cancel)
-        self.job = job
-        self.admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # position in the queue
-
-
-class _Follower:
-    """Writes a job's events into its stream."""
-
-    def __init__(self, stream: JobStream, eos_id: int) -> None:
-        self._stream, self._eos_id = stream, eos_id
-        self._told: list[str] = []  # text
-        self._again = ""  # text that was told before the output began again, and has not come a second time yet
-
-    def __call__(self, events: Sequence[Event]) -> None:
-        stream = self._stream
-        for place, event in enumerate(events):
-            if stream.done:
-                return
-            if event.token is not None:
-                last = events[-1].end if place == len(events) - 2 else None
-                self._put(event.token, last)
-            elif event.end is not None:  # no token tells the end: one that is no text does
-                told = len("".join(self._told)) - len(self._again)
-                self._put(Token(self._eos_id, 0.0, event.end.text[told:], True), event.end)
-            elif event.kind == "reset":
-                self._again = "".join(self._told)
-            elif event.kind in TERMINAL:
-                stream.fail(_error(event))
-
-    def _put(self, token: Token, end: End | None) -> None:
-        """Tell a token, but not again what was told before a reset: an output that differs from that cannot go on."""
-        if self._again:
-            old, new = self._again, token.text
-            if not (old.startswith(new) or new.startswith(old)) or (end is not None and len(new) < len(old)):
-                text = "its worker was lost, and what another one says differs from what was sent already"
-                self._stream.abort(GenerationFailed(text))
-                return
-            self._again = old[len(new) :]
-            if self._again or (len(new) == len(old) and end is None):
-                return
-            token = replace(token, text=new[len(old) :])
-        self._told.append(token.text)
-        self._stream.put(token if end is None else replace(token, end=end))
-
-
-def _error(event: Event) -> HeadraceError:
-    """What the client of an ordinary route is told."""
-    if event.kind == "expired":
-        return DeadlineExceeded(f"the request did not end in time (the limit of its {event.facts['which']} time)")
-    if event.kind == "cancelled":
-        return GenerationFailed("the request was cancelled")
-    if event.facts.get("code") == "no_capacity":
-        return QueueFull(str(event.facts["message"]), 5.0)
-    return GenerationFailed(str(event.facts["message"]))
 
 
 class Gateway:
@@ -106,53 +52,60 @@ class Gateway:
     def __init__(
         self, broker: Broker, tokenizer: Tokenizer, eos_ids: Sequence[int], vocab_size: int, no_worker_wait: float
     ) -> None:
-        """`no_worker_wait`: seconds without any worker after which requests are refused."""
-        self.broker, self.sessions = broker, dict[str, Session]()
+        """`no_worker_wait`: seconds without a worker that could serve a request, after which it is refused."""
+        self.broker, self.sessions, self.metrics, self.names = broker, dict[str, Session](), NetworkMetrics(), Names()
         self._tokenizer, self._eos_ids, self._vocab_size = tokenizer, frozenset(eos_ids), vocab_size
         self._eos_id = next(iter(eos_ids), 0)
         self._leading = tokenizer.encode("")  # what it puts before every text
         self._no_worker_wait = no_worker_wait
-        self._last_worker = time.monotonic()
+        self._began = time.monotonic()
+        self._seen: dict[str, tuple[float, Holder]] = {}  # workers, and when they were last there
+        self._waiting: dict[str, Job] = {}  # jobs from here that no worker has had
+        self._use = Use()
+        self._readers: Counter[str] = Counter()  # of each job's events
         self._dispatching = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._streams: weakref.WeakSet[JobStream] = weakref.WeakSet()
         self._closed: str | None = None
         self.id = secrets.token_hex(4)
 
     # --- the engine's interface ---
 
     def submit(self, request: GenerateRequest) -> JobStream:
-        """Queue a request.
+        """Queue a request. The X-Request-Id of the call that it came with is a name of the job; one made here is its id.
 
         Raises:
-            QueueFull: no worker has been there for too long.
+            NoCapacity: no worker that could ever serve it is there, or has been for a while.
         """
-        if self.nobody:
-            raise QueueFull(NO_WORKER, 5.0)
-        needed = needs(request, self._leading)
-        flow = f"{request.tenant.name}/{request.workload}"
-        job = Job(secrets.token_hex(16), flow, request.tenant.weight * CLASS_WEIGHTS[request.workload], request, needed)
-        self._check_served(job)
-        stream = JobStream(job.id, lambda: self._later(self.broker.cancel(job.id, "disconnect")))
+        tenant, origin, name = request.tenant, ORIGIN.get(), call_name()
+        own = origin is not None and origin.made and name == origin.request_id
+        job = Job(
+            name if own and name is not None else secrets.token_hex(16), f"{tenant.name}/{request.workload}",
+            tenant.weight * CLASS_WEIGHTS[request.workload], request, needs(request, self._leading), origin=origin,
+        )
+        if not self._is_hopeful(job):
+            self.metrics.rejects[NO_CAPACITY] += 1
+            raise NoCapacity(self._lack(job), 5.0)
+        stream = JobStream(job.id, lambda: self._given_up(stream))
         if self._closed is not None:
             stream.fail(GenerationFailed(self._closed))
             return stream
+        self._streams.add(stream)
+        for known in {job.id, name or job.id}:
+            self.names.add(tenant.name, known, job.id)
         self._later(self._admit(job, stream))
         return stream
 
-    def _check_served(self, job: Job) -> None:
-        """
-        Raises:
-            QueueFull: workers are there, but none that could ever run the job.
-        """
-        if self.sessions and not any(session.holder.fits(job) for session in self.sessions.values()):
-            asked = f" and have {', '.join(sorted(job.needs))}" if job.needs else ""
-            raise QueueFull(f"no connected worker can run {job.total_tokens} tokens{asked}", 5.0)
+    def _given_up(self, stream: JobStream) -> None:
+        if self._closed is None or not stream.kept:
+            self._later(self.broker.cancel(stream.job, "disconnect"))
 
     async def _admit(self, job: Job, stream: JobStream) -> None:
         try:
             position = await self.broker.submit(job)
         except QueueFull as error:
-            error.retry_after = 1.0
+            self.metrics.rejects[error.reason] += 1
+            error.retry_after = self._turn()
             if not stream.done:
                 stream.fail(error)
             stream.admitted.set_exception(error)
@@ -160,13 +113,31 @@ class Gateway:
             return
         if stream.done:  # its reader left before it was here
             await self.broker.cancel(job.id, "disconnect")
-        else:
-            self.broker.subscribe(job.id, -1, _Follower(stream, self._eos_id))
-            await self.dispatch()
+        self._waiting[job.id] = job
+        await self._follow(job, stream)
         stream.admitted.set_result(position)
+
+    async def _follow(self, job: Job, stream: JobStream) -> None:
+        follower = Follower(job, stream, self._eos_id, self.metrics, self._begun, self._job_ended)
+        try:
+            await self.broker.subscribe(job.id, BEGINNING, follower)
+        except HeadraceError as error:
+            self._begun(job)
+            if not stream.done:
+                stream.fail(error)
+        await self.dispatch()
+
+    def _begun(self, job: Job) -> None:
+        self._waiting.pop(job.id, None)
+
+    def _job_ended(self, job: Job, event: Event) -> None:
+        self._waiting.pop(job.id, None)
+        if event.end is not None:
+            self._use.ended(event.end.input_length + event.end.generated_tokens, job.total_tokens)
 
     def start(self) -> list[asyncio.Task[None]]:
         """Start the task that watches the clock; it never ends by itself."""
+        self.broker.on_work = lambda: self._later(self.dispatch())
         return [asyncio.create_task(self._sweep(), name="gateway-sweep")]
 
     async def close(self, reason: str) -> None:
@@ -174,7 +145,11 @@ class Gateway:
         self._closed = reason
         for session in list(self.sessions.values()):
             session.close(1001, reason)
-        await self.broker.end_all("shutdown", reason)
+        if self.broker.durable:  # its jobs go on elsewhere; who listens to them here is told
+            for stream in list(self._streams):
+                stream.abort(GenerationFailed(reason))
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.broker.close(reason)
         await asyncio.sleep(0)
         for task in list(self._tasks):
             task.cancel()
@@ -209,35 +184,106 @@ class Gateway:
         outputs = (output for session in self.sessions.values() for output in session.outputs.values())
         return sum(output.lease.job.total_tokens for output in outputs)
 
-    @property
-    def nobody(self) -> bool:
-        """Has no worker been there for a while?"""
-        return not self.sessions and time.monotonic() - self._last_worker >= self._no_worker_wait
+    # --- who can serve, and when ---
+
+    def _is_hopeful(self, job: Job) -> bool:
+        """Is a worker there that could serve it, or was there a moment ago? One may always come in the first moment."""
+        if any(holder.fits(job) for holder in self.broker.holders):
+            return True
+        since = time.monotonic() - self._no_worker_wait
+        return self._began > since or any(seen > since and holder.fits(job) for seen, holder in self._seen.values())
+
+    def _lack(self, job: Job) -> str:
+        """Why nobody can serve a job."""
+        if not self.broker.holders:
+            return "no worker is connected"
+        asked = f" and has {', '.join(sorted(job.needs))}" if job.needs else ""
+        return f"no connected worker takes a request of {job.total_tokens} tokens{asked}"
+
+    async def _refuse_hopeless(self) -> None:
+        now = time.monotonic()
+        self._seen = {name: row for name, row in self._seen.items() if now - row[0] < self._no_worker_wait}
+        self._seen |= {holder.session: (now, holder) for holder in self.broker.holders}
+        for job in list(self._waiting.values()):
+            if not self._is_hopeful(job):
+                await self.broker.refuse(job.id, NO_CAPACITY, self._lack(job))
+
+    def eta(self, status: JobStatus) -> float | None:
+        """Seconds until a waiting job begins: what is before it, by the speed of the workers that could serve it.
+
+        None: it does not wait, or nothing has been measured yet.
+        """
+        able = [session for session in self.sessions.values() if session.holder.fits(status.job)]
+        speed = sum(session.speed for session in able)
+        if status.position is None or not speed:
+            return None
+        ahead = status.position * self.waiting_tokens / max(self.waiting, 1) * self._use.share
+        return round(ahead / speed + min(self._until_free(session) for session in able if session.speed), 1)
+
+    def _until_free(self, session: Session) -> float:
+        """Seconds until a session has a free slot, by what its requests are expected to produce."""
+        if session.free or not session.outputs:
+            return 0.0
+        left = min(o.lease.job.request.max_new_tokens * self._use.share - o.length for o in session.outputs.values())
+        return max(left, 0.0) * len(session.outputs) / session.speed
+
+    def _turn(self) -> float:
+        """Seconds until the queue may have moved by one request."""
+        speed = sum(session.speed for session in self.sessions.values())
+        mean = self.waiting_tokens / max(self.waiting, 1) * self._use.share
+        return min(max(mean / speed, RETRY_SECONDS[0]), RETRY_SECONDS[1]) if speed else RETRY_SECONDS[0]
 
     # --- jobs ---
 
-    async def status(self, job: str) -> JobStatus:
-        """
+    async def find(self, tenant: str, name: str) -> tuple[str, JobStatus]:
+        """A tenant's job by its id or by the X-Request-Id of its call, and how it is.
+
         Raises:
-            NotFound: there is no such job, or not any more.
+            NotFound: the tenant has no such request, that is known here.
+            Gone: it has ended so long ago that it is not kept any more.
         """
-        status = await self.broker.status(job)
-        if status is None:
-            raise NotFound(f"there is no request {job[:64]}, or not any more")
-        return status
+        job = self.names.find(tenant, name)
+        status = await self.broker.status(job or name)
+        if status is None and job is not None:
+            raise Gone(f"the request {name[:64]} has ended, and is not kept any more")
+        if status is None or status.job.request.tenant.name != tenant:
+            raise NotFound(f"there is no request {name[:64]}")
+        return job or name, status
+
+    @contextlib.contextmanager
+    def reading(self, job: str) -> Iterator[None]:
+        """Somebody reads the job's events."""
+        self._readers[job] += 1
+        self.metrics.readers += 1
+        try:
+            yield
+        finally:
+            self.metrics.readers -= 1
+            self._readers[job] -= 1
+            if not self._readers[job]:
+                del self._readers[job]
+
+    def is_read(self, job: str) -> bool:
+        """Does anybody read the job's events?"""
+        return job in self._readers
 
     def _later(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("%s", error)
 
     async def dispatch(self) -> None:
-        """Hand out waiting jobs while workers have free slots."""
+        """Hand out waiting jobs while workers have free slots, and room for them."""
         async with self._dispatching:
             asked = {session.id: session for session in self.sessions.values() if session.free > 0}
             while asked and self.broker.waiting:
                 session = max(asked.values(), key=lambda s: s.free)
-                leases = await self.broker.lease(session.id, 1)
+                leases = await self.broker.lease(session.id, 1, session.room)
                 for lease in leases:
                     session.start(lease, self._output(session, lease))
                 if not leases or session.free <= 0:
@@ -245,48 +291,56 @@ class Gateway:
 
     def _output(self, session: Session, lease: Lease) -> JobOutput | TextOutput:
         if session.speaks_text:
-            return TextOutput(lease, self._tokenizer, self._leading, self._vocab_size)
+            return TextOutput(lease, self._tokenizer, self._leading, self._eos_id, self._vocab_size)
         return JobOutput(lease, self._tokenizer, self._eos_ids, self._vocab_size)
 
     async def _sweep(self) -> None:
+        pinged = looked = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
+            now = time.monotonic()
             await self.broker.sweep()
-            if self.sessions:
-                self._last_worker = time.monotonic()
-            elif self.nobody:
-                await self.broker.refuse_waiting("no_capacity", NO_WORKER)
+            if now - looked >= HOPE_SECONDS:
+                looked = now
+                await self._refuse_hopeless()
+            for session in list(self.sessions.values()):
+                await session.sweep()
+                if now - pinged >= frames.HEARTBEAT:
+                    session.ping()
+            pinged = now if now - pinged >= frames.HEARTBEAT else pinged
             await self.dispatch()
 
     # --- workers ---
 
     async def serve_worker(
-        self, socket: web.WebSocketResponse, codec: frames.Codec, hello: frames.Hello, worker: str, slots: int, lease: float
+        self, socket: web.WebSocketResponse, abort: Callable[[], None], codec: frames.Codec, hello: frames.Hello, worker: str,
+        slots: int, lease: float,
     ) -> None:
-        """One worker's connection, from its welcome to its end."""
-        session = Session(
-            secrets.token_hex(8), worker, socket, codec, hello, slots, self.broker, self.dispatch
-        )
-        session.send(frames.Welcome(session.id, self.id, slots, lease_s=lease))
+        """One worker's connection, from its welcome to its end. `abort`: cuts the socket."""
+        name = secrets.token_hex(8)
+        line = Line(name, socket, codec, abort)
+        session = Session(name, worker, line, hello, slots, self.broker, self.metrics, self.dispatch)
+        line.send(frames.Welcome(name, self.id, slots, lease_s=lease))
 
         def revoked(job: str, attempt: int, why: str) -> None:
             session.revoke(job, attempt, why)
             self._later(self.dispatch())
 
         await self.broker.attach(session.holder, revoked)
-        self.sessions[session.id] = session
-        writer = asyncio.create_task(session.write())
-        log.info("worker %s (token %s) joined: %s, %d slots", session.id, worker, session.model.format, slots)
+        self.sessions[name] = session
+        self._seen[name] = (time.monotonic(), session.holder)
+        log.info("worker %s (token %s) joined: %s, %d slots", name, worker, session.model.format, slots)
         reason = "the connection was lost"
         try:
             await self.dispatch()
-            reason = await session.read()
+            reason = await session.run()
         finally:
-            writer.cancel()
-            self.sessions.pop(session.id, None)
-            self._last_worker = time.monotonic()
+            del self.sessions[name]
+            self._seen[name] = (time.monotonic(), session.holder)
+            self.metrics.unknown_frames += line.unknown
+            self.metrics.malformed_frames += line.malformed
             lost = len(session.outputs)
             session.outputs.clear()
-            await self.broker.detach(session.id, "disconnect")
-            log.info("worker %s left: %s; %d jobs go elsewhere", session.id, reason, lost)
+            await self.broker.detach(name, "disconnect")
+            log.info("worker %s left: %s; %d jobs go elsewhere", name, reason, lost)
             self._later(self.dispatch())

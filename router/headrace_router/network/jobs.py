@@ -7,10 +7,15 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from headrace._common.logs import Origin
 from headrace_router.types import End, GenerateRequest, Token
 
 State = Literal["queued", "leased", "done", "failed", "cancelled", "expired"]
 TERMINAL = ("done", "failed", "cancelled", "expired")
+WINDOW = 32  # waiting jobs looked at for one that a session can run
+
+EventId = tuple[int, int]  # (attempt, seq): orders the events of a job
+BEGINNING: EventId = (0, -1)  # before every event
 
 # How far a worker is trusted, from a stranger on probation, who gets probes alone, to the gateway's operator.
 PROBATION, OPEN, TRUSTED, OWNER = -1, 0, 1, 2
@@ -28,6 +33,7 @@ class Job:
     needs: frozenset[str] = frozenset()  # features that a worker which does not have all must have
     min_tier: int = TRUSTED
     only: str | None = None  # the session that it is meant for: a probe
+    origin: Origin | None = None  # the call that it came with
 
     @property
     def cost(self) -> int:
@@ -45,7 +51,7 @@ class Event(Struct, frozen=True):
 
     After a `reset` the output begins again with the token of index 0: no worker could go on with what there was.
 
-    `seq` is its place in the log. `id` orders events over all attempts and is what a reader names to go on after it.
+    `seq` is its place in the log. `id` orders events over all attempts; as text it is what a reader names to go on after it.
     """
 
     kind: str
@@ -57,7 +63,12 @@ class Event(Struct, frozen=True):
     facts: dict[str, Any] = {}
 
     @property
-    def id(self) -> str:
+    def id(self) -> EventId:
+        return self.attempt, self.seq
+
+    @property
+    def name(self) -> str:
+        """The id as text."""
         return f"{self.attempt}-{self.seq}"
 
 
@@ -129,6 +140,7 @@ class Policy:
     """The rules of a broker; times in seconds."""
 
     max_queue_size: int
+    max_queue_tokens: int | None = None  # of all that wait; one alone may wait whatever it takes
     max_queue_time: float = 60.0
     max_run_time: float = 600.0
     lease: float = 15.0  # until the first token, beside what the prompt adds
@@ -136,3 +148,4 @@ class Policy:
     max_attempts: int = 4
     retention: float = 600.0  # of a log after the terminal event
     prompt_token: float = 0.02  # that each prompt token adds to the first lease
+    gateway_silence: float = 5.0  # without a sign of a gateway, until what its workers hold goes elsewhere

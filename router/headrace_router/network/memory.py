@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from headrace._common.errors import NotFound, QueueFull
+from headrace._common.errors import Conflict, NotFound, QueueFull
 from headrace_router.network.broker import Listener, Revoked
 from headrace_router.network.fair_queue import FairQueue, Key
 from headrace_router.network.jobs import (
     TERMINAL,
+    WINDOW,
     Counts,
     Event,
+    EventId,
     Holder,
     Job,
     JobStatus,
@@ -22,8 +26,9 @@ from headrace_router.network.jobs import (
     Progress,
     State,
 )
+from headrace_router.tenants import CLASSES
 
-WINDOW = 32  # waiting jobs looked at for one that a session can run
+CLAIM_SECONDS = 0.02  # between looks at a key that somebody else makes a job for
 
 
 class _Record:
@@ -44,6 +49,7 @@ class _Record:
         self.leased: float | None = None  # first lease
         self.deadline = now + policy.max_queue_time  # of waiting, then of running
         self.lease_ends = 0.0
+        self.keys: list[str] = []  # idempotency keys that lead here
 
     @property
     def ended(self) -> bool:
@@ -53,15 +59,29 @@ class _Record:
 class MemoryBroker:
     """Dictionaries and a sorted queue; see `broker.Broker` for the rules."""
 
+    durable = False
+
     def __init__(self, policy: Policy, clock: Callable[[], float] = time.monotonic) -> None:
         self._policy, self._clock = policy, clock
         self._records: dict[str, _Record] = {}
         self._live: dict[str, _Record] = {}  # those that have not ended
         self._queue = FairQueue()
+        self._waiting_tokens = 0
+        self.waiting_by_class = dict.fromkeys(CLASSES, 0)
         self._holders: dict[str, tuple[Holder, Revoked, dict[str, _Record]]] = {}
         self._gone: list[tuple[float, str]] = []  # ended jobs, by the time until which they are kept
         self._listeners = itertools.count()
+        self._claims: dict[str, tuple[str, str | None]] = {}  # idempotency key -> (digest, job)
+        self._tenants: Counter[str] = Counter()  # jobs that have not ended
+        self.on_work: Callable[[], None] = lambda: None  # there is nobody else who could bring work
         self.counts = Counts()
+
+    async def start(self, patience: float) -> None:
+        """There is nothing to reach."""
+
+    @property
+    def problem(self) -> str | None:
+        return None
 
     @property
     def waiting(self) -> int:
@@ -69,22 +89,50 @@ class MemoryBroker:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(self._records[job].job.total_tokens for job in self._queue)
+        return self._waiting_tokens
 
     @property
     def leased(self) -> int:
         return sum(len(held) for _, _, held in self._holders.values())
 
+    @property
+    def sessions(self) -> int:
+        return len(self._holders)
+
     # --- clients ---
 
     async def submit(self, job: Job) -> int:
-        if len(self._queue) >= self._policy.max_queue_size:
+        most, tokens = self._policy.max_queue_tokens, self._waiting_tokens + job.total_tokens
+        if len(self._queue) >= self._policy.max_queue_size or (most is not None and self._queue and tokens > most):
             raise QueueFull("Model is overloaded: the queue is full")
         key = self._queue.score(job.id, job.flow, job.cost / job.weight)
         self._records[job.id] = self._live[job.id] = _Record(job, key, self._clock(), self._policy)
-        self._queue.push(key)
+        self._wait(self._records[job.id])
         self.counts.accepted += 1
+        self._tenants[job.request.tenant.name] += 1
         return self._queue.position(key)
+
+    async def claim(self, key: str, digest: str) -> str | None:
+        while True:
+            known = self._claims.get(key)
+            if known is None:
+                self._claims[key] = (digest, None)
+                return None
+            if known[0] != digest:
+                raise Conflict("this Idempotency-Key was used for another request")
+            if known[1] is not None:
+                return known[1]
+            await asyncio.sleep(CLAIM_SECONDS)
+
+    async def settle(self, key: str, job: str | None) -> None:
+        if job is not None and (record := self._records.get(job)) is not None:
+            self._claims[key] = (self._claims[key][0], job)
+            record.keys.append(key)
+        else:
+            del self._claims[key]
+
+    async def live(self, tenant: str) -> int:
+        return self._tenants[tenant]
 
     async def cancel(self, job: str, by: str) -> bool:
         record = self._records.get(job)
@@ -102,13 +150,13 @@ class MemoryBroker:
             record.job, record.state, record.attempt, len(record.output), position, record.log[-1] if record.ended else None
         )
 
-    def subscribe(self, job: str, after: int, listener: Listener) -> Callable[[], None]:
+    async def subscribe(self, job: str, after: EventId, listener: Listener) -> Callable[[], None]:
         record = self._records.get(job)
         if record is None:
             raise NotFound(f"there is no request {job[:64]}, or not any more")
         number = next(self._listeners)
         record.listeners[number] = listener
-        if events := record.log[after + 1 :]:
+        if events := record.log[after[1] + 1 :]:
             listener(events)
         return lambda: record.listeners.pop(number, None) and None
 
@@ -123,7 +171,11 @@ class MemoryBroker:
         for record in list(found[2].values()) if found is not None else []:
             self._requeue(record, reason)
 
-    async def lease(self, session: str, most: int) -> list[Lease]:
+    @property
+    def holders(self) -> list[Holder]:
+        return [holder for holder, _, _ in self._holders.values()]
+
+    async def lease(self, session: str, most: int, tokens: int | None = None) -> list[Lease]:
         holder, _, held = self._holders[session]
         made: list[Lease] = []
         window = [self._records[job] for job in itertools.islice(self._queue, WINDOW + most)]
@@ -132,7 +184,12 @@ class MemoryBroker:
                 break
             if not self._may_run(holder, record):
                 continue
+            if tokens is not None:
+                if record.job.total_tokens > tokens:
+                    break
+                tokens -= record.job.total_tokens
             self._queue.take(record.key)
+            self._count(record, -1)
             now = self._clock()
             record.attempt += 1
             record.state, record.session = "leased", session
@@ -162,7 +219,13 @@ class MemoryBroker:
         prompt = len(record.job.request.prompt) + len(record.output)
         return now + self._policy.lease + prompt * self._policy.prompt_token
 
-    async def progress(self, news: Progress) -> bool:
+    async def reclaim(self, session: str, job: str, attempt: int) -> Lease | None:
+        return None  # a session that ends has given back what it had, before the worker can be here again
+
+    async def progress(self, news: Sequence[Progress]) -> list[bool]:
+        return [self._progress(one) for one in news]
+
+    def _progress(self, news: Progress) -> bool:
         record = self._current(news.job, news.attempt)
         if record is None:
             return False
@@ -217,19 +280,19 @@ class MemoryBroker:
                 self._revoke(record, "stale")
                 self._requeue(record, "lease", exclude=True)
         while self._gone and self._gone[0][0] <= now:
-            del self._records[self._gone.pop(0)[1]]
+            for key in self._records.pop(self._gone.pop(0)[1]).keys:
+                del self._claims[key]
 
-    async def refuse_waiting(self, code: str, message: str) -> None:
-        """Fail the jobs that wait and that no worker has ever had."""
-        for job in list(self._queue):
-            record = self._records[job]
-            if record.leased is None:
-                self._end(record, "failed", {"code": code, "message": message, "retriable": True})
+    async def refuse(self, job: str, code: str, message: str) -> bool:
+        record = self._live.get(job)
+        if record is None or record.leased is not None:
+            return False
+        self._end(record, "failed", {"code": code, "message": message, "retriable": True})
+        return True
 
-    async def end_all(self, code: str, message: str) -> None:
-        """Fail every job: the gateway stops."""
+    async def close(self, reason: str) -> None:
         for record in list(self._live.values()):
-            self._end(record, "failed", {"code": code, "message": message, "retriable": True}, revoke=code)
+            self._end(record, "failed", {"code": "shutdown", "message": reason, "retriable": True}, revoke="shutdown")
 
     # --- transitions ---
 
@@ -251,7 +314,16 @@ class MemoryBroker:
             return
         self.counts.redeliveries[reason] = self.counts.redeliveries.get(reason, 0) + 1
         record.state = "queued"
+        self._wait(record)
+
+    def _wait(self, record: _Record) -> None:
         self._queue.push(record.key)
+        self._count(record, 1)
+
+    def _count(self, record: _Record, by: int) -> None:
+        """A job waits, or waits no more."""
+        self._waiting_tokens += by * record.job.total_tokens
+        self.waiting_by_class[record.job.request.workload] += by
 
     def _let_go(self, record: _Record) -> None:
         if record.session is not None and (found := self._holders.get(record.session)) is not None:
@@ -271,9 +343,14 @@ class MemoryBroker:
             self._revoke(record, revoke)
         if record.state == "queued":
             self._queue.drop(record.key)
+            self._count(record, -1)
         self._let_go(record)
         record.state = kind
         del self._live[record.job.id]
+        tenant = record.job.request.tenant.name
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
         self.counts.outcomes[kind] += 1
         job, used = record.job, len(record.job.request.prompt) + 2 * len(record.output)
         self._queue.correct(job.flow, (used - job.cost) / job.weight)

@@ -21,13 +21,45 @@ from headrace_router.types import End, FinishReason, PromptToken, Token, TopToke
 FINISHES: dict[str, FinishReason] = {"eos": "eos_token", "length": "length", "stop": "stop_sequence"}
 
 
+def finish_of(told: str) -> FinishReason:
+    """
+    Raises:
+        Malformed: it is not how a worker tells why an output ended.
+    """
+    if told not in FINISHES:
+        raise Malformed(f"finish {told[:20]!r} is none of {', '.join(FINISHES)}")
+    return FINISHES[told]
+
+
 class Output(ABC):
-    """One attempt at one job, whatever the worker sends. `length`: tokens of the output so far."""
+    """One attempt at one job, whatever the worker sends.
+
+    Attributes:
+        length: tokens of the output so far.
+        sent, last_token: time.monotonic() when the job was handed over, and of the attempt's last token.
+        heard: the worker has said something of the job.
+        duplicates: tokens among the rows that were taken last, that were there already.
+    """
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self.length = len(lease.generated)
+        self.sent = time.monotonic()
+        self.last_token: float | None = None
+        self.heard = False
+        self.duplicates = 0
         self._began = time.perf_counter()
+        self._cached_tokens, self._waited = 0, 0.0
+
+    def begin(self, cached_tokens: int, waited: float) -> None:
+        """The worker has computed the prompt, of which it had so many tokens, after so many seconds in its own queue."""
+        self._cached_tokens = min(max(cached_tokens, 0), len(self.lease.job.request.prompt))
+        self._waited = min(max(waited, 0.0), time.perf_counter() - self._began)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that has ended the output."""
+        return None
 
     @abstractmethod
     def _flush(self) -> None:
@@ -44,18 +76,18 @@ class Output(ABC):
         Raises:
             Malformed: for no reason that there is.
         """
-        if reason not in FINISHES:
-            raise Malformed(f"finish {reason[:20]!r} is none of {', '.join(FINISHES)}")
+        why = finish_of(reason)
         self._flush()
-        return Progress(self.lease.job.id, self.lease.attempt, self.length, [], self.end(FINISHES[reason]))
+        return Progress(self.lease.job.id, self.lease.attempt, self.length, [], self.end(why))
 
     def end(self, reason: FinishReason) -> End:
         """What `done` tells."""
         request = self.lease.job.request
         return End(
             finish_reason=reason, text=self.text, generated_tokens=self.length, input_length=len(request.prompt),
-            seed=request.sampling.seed, cached_tokens=0, queue_seconds=self.lease.queue_seconds,
-            inference_seconds=time.perf_counter() - self._began,
+            seed=request.sampling.seed, cached_tokens=self._cached_tokens,
+            queue_seconds=self.lease.queue_seconds + self._waited,
+            inference_seconds=time.perf_counter() - self._began - self._waited, stop_string=self.stop_string,
         )
 
 
@@ -85,12 +117,14 @@ class JobOutput(Output):
             Malformed: the rows do not follow each other, or a token is not in the vocabulary.
         """
         first = rows[0][2]
+        self.duplicates = 0
         tokens: list[Token] = []
         end = None
         for place, (_, _, index, token_id, logprob, _, top) in enumerate(rows):
             if index != first + place or not 0 <= token_id < self._vocab_size:
                 raise Malformed(f"token {token_id} at {index} does not follow")
             if index < self.length or end is not None:
+                self.duplicates += end is None
                 continue  # is in the log; or beyond the end
             if index > self.length:
                 break  # a gap: the broker sees it by the index
@@ -128,3 +162,7 @@ class JobOutput(Output):
     @property
     def text(self) -> str:
         return self._text.text
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._text.stop_string

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import weakref
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
 from headrace.v1 import generation_pb2 as pb
+from headrace_router.network.broker import Broker
 from headrace_router.network.frames import TEXT, Hello
 from headrace_router.network.gateway import Gateway
 from headrace_router.network.jobs import Policy
@@ -26,14 +24,13 @@ MOST_REQUESTS = 1024  # at workers at once; what a gateway tells as its batch si
 MOST_SLOTS = 1024  # of one worker
 DEFAULT_LENGTH = 4096  # tokens, of a model that does not say its own
 WATCH_SECONDS = 1.0
-MOST_KEYS = 10_000  # idempotency keys
 FEATURES = ("logprobs", "top_n_tokens", "prompt_logprobs", "prompt_top_n_tokens", "watermark", "grammar")
 
 
 class NetworkBackend:
     """The facts that a shard would tell, from the model folder: a gateway has no weights and no torch."""
 
-    def __init__(self, folder: ModelFolder, model_id: str, tokens: int) -> None:
+    def __init__(self, folder: ModelFolder, model_id: str, tokens: int, broker: Broker) -> None:
         """`tokens`: of the tokenizer, for a config that does not say how large its vocabulary is."""
         total = folder.max_positions or DEFAULT_LENGTH
         self.info = pb.InfoResponse(
@@ -42,14 +39,19 @@ class NetworkBackend:
             max_batch_size=MOST_REQUESTS, features=FEATURES,
         )
         self.capacity = pb.WarmupResponse(max_batch_total_tokens=total * MOST_REQUESTS)
-        self.problem: str | None = None
+        self.broker = broker
+
+    @property
+    def problem(self) -> str | None:
+        return self.broker.problem
 
     @property
     def healthy(self) -> bool:
         return self.problem is None
 
     async def connect(self, patience: float) -> None:
-        """There is nothing to wait for: workers come and go."""
+        """Workers come and go; what is waited for is what the broker keeps its jobs in."""
+        await self.broker.start(patience)
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -64,21 +66,6 @@ class Network:
     model_id: str
     model_sha: str | None
     tokenizer_hash: str
-    keys: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # idempotency key -> (hash of the body, request)
-    _locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(default_factory=weakref.WeakValueDictionary)
-
-    @contextlib.asynccontextmanager
-    async def keys_lock(self, key: str) -> AsyncIterator[None]:
-        """One at a time asks with a key."""
-        async with self._locks.setdefault(key, asyncio.Lock()):
-            yield
-
-    def remember(self, key: str, digest: bytes, job: str) -> None:
-        """Keep a key; the oldest go when there are too many."""
-        self.keys.pop(key, None)
-        self.keys[key] = (digest, job)
-        while len(self.keys) > MOST_KEYS:
-            self.keys.pop(next(iter(self.keys)))
 
     def mismatch(self, hello: Hello) -> str | None:
         """Why a worker cannot serve this gateway's model, naming both sides; None if it can.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from headrace._common.tokenizing import Tokenizer
 from headrace_router.network.frames import Malformed, TextRow
 from headrace_router.network.jobs import Lease, Progress
-from headrace_router.network.output import Output
+from headrace_router.network.output import Output, finish_of
 from headrace_router.text.stops import StopFinder
 from headrace_router.types import FinishReason, GenerateRequest, Token, TopToken
 
@@ -44,10 +44,12 @@ def needs(request: GenerateRequest, leading: Sequence[int]) -> frozenset[str]:
 class TextOutput(Output):
     """The output of a worker that sends text. It always begins with the first token."""
 
-    def __init__(self, lease: Lease, tokenizer: Tokenizer, leading: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self, lease: Lease, tokenizer: Tokenizer, leading: Sequence[int], eos_id: int, vocab_size: int
+    ) -> None:
         super().__init__(lease)
         request = lease.job.request
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer, self._eos_id, self._vocab_size = tokenizer, eos_id, vocab_size
         self._shown = frozenset(request.shown_tokens)
         self._stops = StopFinder(request.stop, request.keep_stop) if request.stop else None
         self._rows = 0
@@ -63,16 +65,22 @@ class TextOutput(Output):
         """
         first, tokens = self.length, list[Token]()
         reason: FinishReason | None = None
-        for _, _, number, text, token_id, logprob, top in rows:
-            if number != self._rows or self._rows >= self.lease.job.request.max_new_tokens:
+        for _, _, number, text, token_id, logprob, top, finish in rows:
+            if number != self._rows or (text and number >= self.lease.job.request.max_new_tokens):
                 raise Malformed(f"row {number} does not follow")
             if len(text) > LONGEST_TEXT or not (token_id is None or 0 <= token_id < self._vocab_size):
                 raise Malformed(f"row {number} has too much text, or a token that is not in the vocabulary")
             self._rows += 1
-            if reason is None:
-                tokens += self._make(text, token_id, math.nan if logprob is None else logprob, top)
-                if self._stops is not None and self._stops.found is not None:
-                    reason = "stop_sequence"
+            if reason is not None:
+                continue  # beyond a stop string
+            tokens += self._make(text, token_id, math.nan if logprob is None else logprob, top)
+            if self._stops is not None and self._stops.found is not None:
+                reason = "stop_sequence"
+            elif finish is not None:
+                reason = finish_of(finish)
+                if reason == "eos_token" and not (tokens and tokens[-1].special):  # every output that ends so has one
+                    tokens += self._make("", self._eos_id, math.nan, [])
+                self._flush()
         end = self.end(reason) if reason is not None else None
         return Progress(self.lease.job.id, self.lease.attempt, first, tokens, end)
 
@@ -85,8 +93,8 @@ class TextOutput(Output):
         else:
             special, cut = False, self._cut(text)
         tokens = [Token(i, logprob, self._say(part), special) for i, part in cut]
-        if tokens and self.lease.job.request.top_n_tokens:
-            tokens[0].top = [TopToken(*pair) for pair in top]
+        if tokens and (most := self.lease.job.request.top_n_tokens):
+            tokens[0].top = [TopToken(*pair) for pair in top[:most]]
         self.length += len(tokens)
         return tokens
 

@@ -24,7 +24,7 @@ def to_frame(lease: Lease, model: str, text: str | None = None) -> JobFrame:
     return JobFrame(
         job=lease.job.id, attempt=lease.attempt, model=model, input_ids=[*request.prompt, *done] if text is None else [],
         prefix_len=len(request.prompt), params=params, seed=sampling.seed, rng_offset=len(done), want=want,
-        workload=request.workload, text=text,
+        workload=request.workload, text=text, trace=lease.job.origin.traceparent if lease.job.origin is not None else None,
     )
 
 

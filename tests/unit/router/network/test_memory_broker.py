@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace._common.errors import NotFound, QueueFull
-from headrace_router.network.jobs import OPEN, OWNER, PROBATION, TERMINAL, TRUSTED, Event, Holder, Job, Policy, Progress
+from headrace_router.network.jobs import (
+    BEGINNING,
+    OPEN,
+    OWNER,
+    PROBATION,
+    TERMINAL,
+    TRUSTED,
+    Event,
+    Holder,
+    Job,
+    Policy,
+    Progress,
+)
 from headrace_router.network.memory import MemoryBroker
 from headrace_router.types import End, GenerateRequest, Token
 
@@ -88,7 +100,7 @@ class BrokerMachine(RuleBasedStateMachine):
             return
         run(self.broker.submit(job(name)))
         self.jobs[name] = Model()
-        self.broker.subscribe(name, -1, self.jobs[name].heard.extend)
+        run(self.broker.subscribe(name, BEGINNING, self.jobs[name].heard.extend))
 
     @rule(session=st.sampled_from(SESSIONS), most=st.integers(1, 3))
     def lease(self, session: str, most: int) -> None:
@@ -107,7 +119,7 @@ class BrokerMachine(RuleBasedStateMachine):
         attempt, index = model.attempt - back, max(len(model.output) + offset, 0)
         ids = [100 + index + k for k in range(count)]
         news = Progress(name, attempt, index, tokens(*ids), END if ends else None)
-        taken = run(self.broker.progress(news))
+        [taken] = run(self.broker.progress([news]))
         assert taken == (self.current(model, attempt) and index <= len(model.output))
         if not self.current(model, attempt):
             return
@@ -172,7 +184,7 @@ class BrokerMachine(RuleBasedStateMachine):
             assert not ends or model.heard[-1].kind == ends[0]
             assert sum(event.kind in ("started", "resumed") for event in model.heard) == model.attempt <= POLICY.max_attempts
             again: list[Event] = []
-            self.broker.subscribe(name, -1, again.extend)()
+            run(self.broker.subscribe(name, BEGINNING, again.extend))()
             assert again == model.heard
 
     @invariant()
@@ -195,12 +207,12 @@ def test_a_lost_job_goes_before_later_ones_to_another_worker() -> None:
     for name in ("first", "second"):
         run(broker.submit(job(name)))
     [lease] = run(broker.lease("a", 1))
-    run(broker.progress(Progress("first", 1, 0, tokens(7, 8))))
+    run(broker.progress([Progress("first", 1, 0, tokens(7, 8))]))
     assert run(broker.release("first", 1, "oom"))
     assert [lease.job.id for lease in run(broker.lease("a", 1))] == ["second"]
     [again] = run(broker.lease("b", 1))
     assert (again.job.id, again.attempt, again.generated) == ("first", 2, (7, 8))
-    assert not run(broker.progress(Progress("first", lease.attempt, 2, tokens(9))))
+    assert run(broker.progress([Progress("first", lease.attempt, 2, tokens(9))])) == [False]
 
 
 def test_a_job_that_only_one_worker_is_left_for_goes_there_again() -> None:
@@ -221,7 +233,7 @@ def test_a_job_goes_on_only_in_the_format_that_it_began_in() -> None:
     run(broker.attach(Holder("a", "f32", 100), lambda *what: None))
     run(broker.submit(job("x")))
     run(broker.lease("a", 1))
-    run(broker.progress(Progress("x", 1, 0, tokens(7))))
+    run(broker.progress([Progress("x", 1, 0, tokens(7))]))
     run(broker.attach(Holder("int8", "int8", 100), lambda *what: None))
     run(broker.attach(Holder("small", "f32", 10), lambda *what: None))
     run(broker.detach("a", "closed"))
@@ -235,14 +247,14 @@ def test_a_job_begins_again_where_nobody_can_go_on_exactly() -> None:
     broker, heard = MemoryBroker(POLICY, Clock()), list[Event]()
     run(broker.attach(Holder("text", "text", 100, features=frozenset(), resumes=False), lambda *what: None))
     run(broker.submit(job("x")))
-    broker.subscribe("x", -1, heard.extend)
+    run(broker.subscribe("x", BEGINNING, heard.extend))
     run(broker.lease("text", 1))
-    run(broker.progress(Progress("x", 1, 0, tokens(7))))
+    run(broker.progress([Progress("x", 1, 0, tokens(7))]))
     run(broker.detach("text", "closed"))
     run(broker.attach(Holder("a", "f32", 100), lambda *what: None))
     [lease] = run(broker.lease("a", 1))
     assert lease.generated == ()
-    assert run(broker.progress(Progress("x", 2, 0, tokens(8, 9))))
+    assert run(broker.progress([Progress("x", 2, 0, tokens(8, 9))])) == [True]
     run(broker.detach("a", "closed"))
     run(broker.attach(Holder("int8", "int8", 100), lambda *what: None))
     assert not run(broker.lease("int8", 1))
@@ -306,7 +318,7 @@ def test_time_ends_leases_and_jobs() -> None:
     run(broker.sweep())
     assert run(broker.status("x")) is None
     with pytest.raises(NotFound):
-        broker.subscribe("x", -1, lambda events: None)
+        run(broker.subscribe("x", BEGINNING, lambda events: None))
 
 
 def test_flows_share_by_weight() -> None:
@@ -318,3 +330,41 @@ def test_flows_share_by_weight() -> None:
         run(broker.submit(job(f"light{number}", "light", weight=2.0)))
     first = [lease.job.flow for lease in run(broker.lease("a", 9))]
     assert first.count("light") == 2 * first.count("heavy")
+
+
+def test_a_worker_gets_no_more_than_it_has_room_for() -> None:
+    broker = MemoryBroker(POLICY, Clock())
+    run(broker.attach(Holder("a", "f32", 100), lambda *what: None))
+    for name, most in (("long", 17), ("x", 8), ("y", 8)):
+        run(broker.submit(job(name, most=most)))
+    assert not run(broker.lease("a", 3, tokens=19))  # the long one is next, and nobody passes it by
+    assert [lease.job.id for lease in run(broker.lease("a", 3, tokens=35))] == ["long", "x"]
+    assert broker.waiting_tokens == 11
+
+
+def test_the_queue_is_full_by_tokens_too() -> None:
+    broker = MemoryBroker(Policy(max_queue_size=9, max_queue_tokens=30), Clock())
+    run(broker.submit(job("alone", most=50)))
+    with pytest.raises(QueueFull):
+        run(broker.submit(job("x")))
+    assert run(broker.cancel("alone", "user"))
+    for name in "xy":
+        run(broker.submit(job(name)))
+    with pytest.raises(QueueFull):
+        run(broker.submit(job("z")))
+    assert run(broker.status("z")) is None
+    assert broker.waiting_tokens == 22
+
+
+def test_only_what_no_worker_has_had_can_be_refused() -> None:
+    broker = MemoryBroker(POLICY, Clock())
+    run(broker.attach(Holder("a", "f32", 100), lambda *what: None))
+    run(broker.submit(job("x")))
+    run(broker.lease("a", 1))
+    run(broker.release("x", 1, "nack"))
+    run(broker.submit(job("y")))
+    assert [run(broker.refuse(name, "no_capacity", "nobody")) for name in ("x", "y", "z")] == [False, True, False]
+    status = run(broker.status("y"))
+    assert status is not None
+    assert status.last is not None
+    assert status.last.facts == {"code": "no_capacity", "message": "nobody", "retriable": True}

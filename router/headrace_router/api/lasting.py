@@ -1,0 +1,86 @@
+"""Streams over the network that outlive their connections: their events' ids, and who may come back for them.
+
+Another reader goes on at /v1/requests/{X-Request-Id}/events, after the event whose id it names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from aiohttp import web
+
+from headrace._common.errors import HeadraceError, InvalidRequest
+from headrace_router import sse
+from headrace_router.network.job_stream import JobStream
+from headrace_router.service import Service
+from headrace_router.streams import TokenStream
+
+IDS_HEADER = "X-Headrace-Event-Ids"
+IDS_QUERY = "event_ids"
+LOOK_SECONDS = 0.25  # between looks for a reader
+
+
+def numbered(request: web.Request, streams: Sequence[TokenStream], always: bool) -> Callable[[bytes], bytes]:
+    """What adds the `id:` line to the frames of each token, in turn.
+
+    Only a call of one choice has ids, and, unless its API's clients all take them (`always`), only one that asks for them.
+
+    Raises:
+        InvalidRequest: it asks for neither true nor false.
+    """
+    asked = _asked(request)
+    stream = streams[0]
+    if len(streams) != 1 or not isinstance(stream, JobStream) or not (always if asked is None else asked):
+        return lambda frames: frames
+    names = stream.number()
+    return lambda frames: sse.with_id(frames, names.popleft())
+
+
+def _asked(request: web.Request) -> bool | None:
+    given = request.headers.get(IDS_HEADER) or request.query.get(IDS_QUERY)
+    if given is not None and given not in ("true", "false"):
+        raise InvalidRequest(f"{IDS_HEADER} and {IDS_QUERY} must be true or false", IDS_HEADER)
+    return None if given is None else given == "true"
+
+
+@contextlib.asynccontextmanager
+async def lasting(service: Service, stream: TokenStream) -> AsyncIterator[TokenStream]:
+    """The stream of an answer, for as long as its client is there and `--disconnect-grace` longer."""
+    grace, held = service.settings.disconnect_grace, False
+    try:
+        yield stream
+    except (asyncio.CancelledError, ConnectionError):
+        if isinstance(stream, JobStream) and not stream.done and grace > 0 and not service.draining:
+            hold(service, stream, grace)
+            held = True
+        raise
+    finally:
+        if not held:
+            stream.close()
+
+
+def hold(service: Service, stream: JobStream, grace: float | None = None) -> None:
+    """Read a request's stream to its end: its tokens are in the log, what it costs is settled here.
+
+    `grace`: seconds without a reader of its events after which it is given up; None: it goes on whoever listens.
+    """
+    task = asyncio.create_task(_held(service, stream, grace))
+    service.background.add(task)
+    task.add_done_callback(service.background.discard)
+
+
+async def _held(service: Service, stream: JobStream, grace: float | None) -> None:
+    assert service.network is not None
+    gateway, alone = service.network.gateway, time.monotonic()
+    async with stream:
+        while not stream.done:
+            with contextlib.suppress(TimeoutError, HeadraceError):  # the log says what went wrong
+                async with asyncio.timeout(None if grace is None else LOOK_SECONDS):
+                    await stream.read()
+            if grace is None or gateway.is_read(stream.job):
+                alone = time.monotonic()
+            elif time.monotonic() - alone >= grace:
+                return
