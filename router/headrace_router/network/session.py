@@ -300,7 +300,7 @@ class Session:
         if output is None:
             return
         with about(output.lease.job.origin):
-            log.warning("worker %s: a job failed: %s: %s", self.id, frame.code[:40], frame.message[:200])
+            log.warning("worker %s: a job failed: %r: %r", self.id, frame.code[:40], frame.message[:200])
         if frame.retriable:
             await self._give_back(frame.job, frame.attempt, "fail")
             return
