@@ -19,6 +19,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_pb2_grpc as pb_grpc
 
 START = 120.0  # seconds that a start may take on a busy machine
+MAIN = ["-c", "from headrace_launcher.cli import main; main()"]  # what python runs as `headrace`
 CHANNEL_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 
@@ -32,10 +33,13 @@ class Process:
     """A child of the test with its stderr in a file."""
 
     def __init__(self, module: str, *flags: str, env: dict[str, str] | None = None) -> None:
+        self._start(["-m", module, *flags], env)
+
+    def _start(self, argv: list[str], env: dict[str, str] | None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="headrace-test-"))
         self._log: IO[bytes] = open(self.folder / "log", "wb")  # noqa: SIM115 - closed in stop
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", module, *flags], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+            [sys.executable, *argv], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
         )
 
@@ -56,6 +60,13 @@ class Process:
             return self.popen.wait(5)
         finally:
             self._log.close()
+
+
+class Command(Process):
+    """`headrace ...` in the background."""
+
+    def __init__(self, *argv: str, env: dict[str, str] | None = None) -> None:
+        self._start([*MAIN, *argv], env)
 
 
 class ShardProcess(Process):

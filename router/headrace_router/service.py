@@ -22,6 +22,7 @@ from headrace._common.errors import (
     TooSlow,
     Unhealthy,
 )
+from headrace._common.logs import ORIGIN, about
 from headrace_router.engine import Backend, Engine
 from headrace_router.grammars import GrammarChecker
 from headrace_router.limits import Limits
@@ -92,6 +93,7 @@ class Ticket:
         self.validated: float | None = None  # seconds from arrival to submission
         service.last_id += 1
         self.id = service.last_id
+        self._origin = ORIGIN.get()
 
     def __enter__(self) -> Ticket:
         self._service.metrics.request_count += 1
@@ -149,11 +151,12 @@ class Ticket:
         metrics.max_new_tokens.observe(request.max_new_tokens)
         metrics.input_length.observe(end.input_length)
         self._service.forecast.ended(request.max_new_tokens, end.generated_tokens, end.inference_seconds)
-        log.info(
-            "request %d of %s, %s: %d prompt tokens, %d tokens, %s; validation %.1f ms, queue %.1f ms, inference %.1f ms",
-            self.id, request.tenant.name, request.workload, end.input_length, end.generated_tokens, end.finish_reason,
-            validation * 1e3, end.queue_seconds * 1e3, end.inference_seconds * 1e3,
-        )
+        with about(self._origin):  # a stream's end is found in the engine's own task
+            log.info(
+                "request %d of %s, %s: %d prompt tokens, %d tokens, %s; validation %.1f ms, queue %.1f ms, inference %.1f ms",
+                self.id, request.tenant.name, request.workload, end.input_length, end.generated_tokens, end.finish_reason,
+                validation * 1e3, end.queue_seconds * 1e3, end.inference_seconds * 1e3,
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
