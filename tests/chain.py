@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.processes import embedded_model
 from headrace._common.tokenizing import Tokenizer
 from headrace.v1 import generation_pb2 as pb
 from headrace_router.network import frames
@@ -240,8 +240,7 @@ async def _ask(url: str, question: str, tokens: int, client: Station, log: Stati
 
 def main() -> int:
     """Show one request at every station. Exit status 1 if a station heard something else."""
-    command = [sys.executable, "-c", "from headrace_launcher.cli import main; main()", "resolve"]
-    model = Path(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+    model = embedded_model()
     with tempfile.TemporaryDirectory(prefix="headrace-chain-") as folder:
         journey = asyncio.run(walk(model, str(model), Path(folder)))
     shard, client = journey.stations[0], journey.stations[-1]

@@ -22,6 +22,7 @@ from headrace._common.errors import (
     TooSlow,
     Unhealthy,
 )
+from headrace._common.logs import ORIGIN, about
 from headrace_router.engine import Backend, Engine
 from headrace_router.grammars import GrammarChecker
 from headrace_router.limits import Limits
@@ -89,6 +90,7 @@ class Ticket:
         self._permits = 0
         self._failed = False
         self._arrival = time.perf_counter()
+        self._origin = ORIGIN.get()  # its last lines are logged wherever its tokens arrive
         self.validated: float | None = None  # seconds from arrival to submission
         service.last_id += 1
         self.id = service.last_id
@@ -135,7 +137,8 @@ class Ticket:
         self._service.metrics.request_failure[kind] += 1
         level = logging.WARNING if kind in ("generation", "incomplete") else logging.INFO
         if not isinstance(error, InvalidRequest):
-            log.log(level, "request %d failed after %.3f s: %s", self.id, self.seconds, kind)
+            with about(self._origin):
+                log.log(level, "request %d failed after %.3f s: %s", self.id, self.seconds, kind)
 
     def ended(self, request: GenerateRequest, end: End) -> None:
         """One of the call's requests has ended well."""
@@ -149,11 +152,12 @@ class Ticket:
         metrics.max_new_tokens.observe(request.max_new_tokens)
         metrics.input_length.observe(end.input_length)
         self._service.forecast.ended(request.max_new_tokens, end.generated_tokens, end.inference_seconds)
-        log.info(
-            "request %d of %s, %s: %d prompt tokens, %d tokens, %s; validation %.1f ms, queue %.1f ms, inference %.1f ms",
-            self.id, request.tenant.name, request.workload, end.input_length, end.generated_tokens, end.finish_reason,
-            validation * 1e3, end.queue_seconds * 1e3, end.inference_seconds * 1e3,
-        )
+        with about(self._origin):
+            log.info(
+                "request %d of %s, %s: %d prompt tokens, %d tokens, %s; validation %.1f ms, queue %.1f ms, inference %.1f ms",
+                self.id, request.tenant.name, request.workload, end.input_length, end.generated_tokens, end.finish_reason,
+                validation * 1e3, end.queue_seconds * 1e3, end.inference_seconds * 1e3,
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

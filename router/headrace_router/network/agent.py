@@ -19,6 +19,7 @@ from msgspec import Struct
 
 import headrace
 from headrace._common.errors import HeadraceError, InvalidRequest, Overloaded, StartupError
+from headrace._common.logs import Origin, about
 from headrace_router.network import frames
 from headrace_router.network.frames import PATH, PROTOCOLS, TEXT, Codec, JobFrame, Malformed, Row, TextRow
 from headrace_router.network.lender import Lender
@@ -169,6 +170,8 @@ class Connection:
             self.send(_failure(frame.job, frame.attempt, error))
             return
         self._runs[frame.job] = _Run(frame, stream)
+        with about(Origin(frame.job)):
+            log.info("attempt %d: %d tokens may follow", frame.attempt, frame.params.max_new_tokens)
         self.send(frames.Accept(frame.job, frame.attempt))
         stream.on_arrival(lambda: self._arrived(frame.job))
 
