@@ -90,10 +90,10 @@ class Ticket:
         self._permits = 0
         self._failed = False
         self._arrival = time.perf_counter()
-        self._origin = ORIGIN.get()  # its last lines are logged wherever its tokens arrive
         self.validated: float | None = None  # seconds from arrival to submission
         service.last_id += 1
         self.id = service.last_id
+        self._origin = ORIGIN.get()
 
     def __enter__(self) -> Ticket:
         self._service.metrics.request_count += 1
@@ -137,8 +137,7 @@ class Ticket:
         self._service.metrics.request_failure[kind] += 1
         level = logging.WARNING if kind in ("generation", "incomplete") else logging.INFO
         if not isinstance(error, InvalidRequest):
-            with about(self._origin):
-                log.log(level, "request %d failed after %.3f s: %s", self.id, self.seconds, kind)
+            log.log(level, "request %d failed after %.3f s: %s", self.id, self.seconds, kind)
 
     def ended(self, request: GenerateRequest, end: End) -> None:
         """One of the call's requests has ended well."""
@@ -152,7 +151,7 @@ class Ticket:
         metrics.max_new_tokens.observe(request.max_new_tokens)
         metrics.input_length.observe(end.input_length)
         self._service.forecast.ended(request.max_new_tokens, end.generated_tokens, end.inference_seconds)
-        with about(self._origin):
+        with about(self._origin):  # a stream's end is found in the engine's own task
             log.info(
                 "request %d of %s, %s: %d prompt tokens, %d tokens, %s; validation %.1f ms, queue %.1f ms, inference %.1f ms",
                 self.id, request.tenant.name, request.workload, end.input_length, end.generated_tokens, end.finish_reason,

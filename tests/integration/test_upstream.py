@@ -24,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 
 @pytest.fixture
 async def net(tmp_path: Path) -> AsyncIterator[Net]:
-    async with network(tmp_path) as made:
+    async with network(tmp_path, disconnect_grace=0.0) as made:
         yield made
         await until(lambda: made.gateway.running + made.gateway.waiting == 0)
 
