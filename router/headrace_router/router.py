@@ -88,7 +88,7 @@ class Router:
         tokenizer_hash = hashlib.sha256(self._folder.tokenizer_path.read_bytes()).hexdigest()
         shard: Backend
         if settings.role == "gateway":
-            broker = role.make_broker(settings, role.policy(settings, preset(settings).max_queue_size), tokenizer_hash)
+            broker = role.make_broker(settings, role.policy(settings, preset(settings)), tokenizer_hash)
             shard = NetworkBackend(self._folder, settings.model_id, self._text.tokenizer.vocab_size, broker)
         else:
             shard = ShardClient(settings.shard_target)
@@ -133,7 +133,10 @@ class Router:
                 self.service.model_name, settings.model_sha, shard.info.quantization or shard.info.dtype, tokenizer_hash,
                 limits.max_input_tokens, limits.max_total_tokens, list(shard.info.features),
             )
-            lender = Lender(settings.slots or limits.max_batch_size, settings.pause_above_load)
+            assert isinstance(batcher, Batcher)
+            lender = Lender(
+                settings.slots or limits.max_batch_size, settings.pause_above_load, free_tokens=lambda: batcher.free_tokens
+            )
             self._agent = Agent(
                 settings.gateway, self._own_token, model, lender, lambda frame: batcher.submit(to_request(frame))
             )
