@@ -35,9 +35,9 @@ from headrace_router.network.jobs import (
     Policy,
     Progress,
 )
-from headrace_router.network.store import GRACE_SECONDS, Store
+from headrace_router.network.store import Store
 from headrace_router.tenants import CLASSES
-from headrace_router.types import End, Token
+from headrace_router.types import End, PromptToken, Token, TopToken
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ TICK_SECONDS = 1.0  # between looks at every log that is read here
 
 _encode = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
-_token = msgspec.msgpack.Decoder(Token).decode
+_token = msgspec.msgpack.Decoder(tuple[int, float, str, bool, list[TopToken] | None, list[PromptToken] | None]).decode
 _end = msgspec.msgpack.Decoder(End).decode
 _job = msgspec.msgpack.Decoder(Job).decode
 _holder = msgspec.msgpack.Decoder(Holder).decode
@@ -75,9 +75,10 @@ class SharedBroker:
     durable = True
 
     def __init__(
-        self, url: str, policy: Policy, namespace: str, clock: Callable[[], float] | None = None, grace: float = GRACE_SECONDS
+        self, url: str, policy: Policy, namespace: str, clock: Callable[[], float] | None = None, grace: float = 30.0
     ) -> None:
-        """`namespace`: gateways with the same one share their jobs; `clock`: in seconds, in place of the server's.
+        """`namespace`: gateways with the same one share their jobs; `clock`: in seconds, in place of the server's;
+        `grace`: seconds that the server may be away before what waits for it ends.
 
         Raises:
             StartupError: the URL is none.
@@ -208,8 +209,8 @@ class SharedBroker:
 
     async def attach(self, holder: Holder, revoked: Revoked) -> None:
         known = self._sessions.get(holder.session)
-        self._sessions[holder.session] = (holder, revoked, known[2] if known is not None else {})
         await self._attach(holder)
+        self._sessions[holder.session] = (holder, revoked, known[2] if known is not None else {})
 
     async def _attach(self, holder: Holder) -> None:
         features = "*" if holder.features is None else _list(holder.features)
@@ -227,7 +228,11 @@ class SharedBroker:
         async with self._leasing:
             if session not in self._sessions:
                 return []
-            found = await self._ask("lease", session, most, -1 if tokens is None else tokens)
+            room = -1 if tokens is None else tokens
+            found = await self._ask("lease", session, most, room)
+            if found is None:  # others took this gateway for dead, and gave away what its workers had
+                await self._attach_again(session)
+                found = await self._ask("lease", session, most, room)
             return [self._leased_to(session, row) for row in found or ()]
 
     def _leased_to(self, session: str, row: list[Any]) -> Lease:
@@ -255,7 +260,7 @@ class SharedBroker:
         args: list[Any] = [len(news)]
         for one in news:
             end = "" if one.end is None else _encode(one.end)
-            args += [one.job, one.attempt, one.index, end, len(one.tokens), *(_encode(token) for token in one.tokens)]
+            args += [one.job, one.attempt, one.index, end, len(one.tokens), *map(_packed, one.tokens)]
         outcomes = await self._ask("progress", *args)
         for one, outcome in zip(news, outcomes, strict=True):
             if outcome[0]:
@@ -332,21 +337,26 @@ class SharedBroker:
             sessions = list(self._sessions)
             unknown = await self._ask("reconcile", len(sessions), *self._counted(sessions, held))
         for session in unknown:
-            if (entry := self._sessions.get(session.decode())) is not None:
-                await self._attach(entry[0])
+            await self._attach_again(session.decode())
 
     @staticmethod
     def _counted(sessions: list[str], held: list[Any]) -> list[Any]:
         return [*sessions, len(held) // 2, *held]
 
-    async def _restore(self) -> None:
-        """The server has lost everything: our jobs and sessions are made again, and who holds a job lets go of it."""
-        log.warning("the broker %s has lost what it kept: %d requests are brought again", self._store.name, len(self._own))
-        for holder, revoked, held in list(self._sessions.values()):
+    async def _attach_again(self, session: str) -> None:
+        """The server does not know a session of ours any more, nor that it holds anything."""
+        if (entry := self._sessions.get(session)) is not None:
+            holder, revoked, held = entry
             for job, attempt in list(held.items()):
                 revoked(job, attempt, "stale")
             held.clear()
             await self._attach(holder)
+
+    async def _restore(self) -> None:
+        """The server has lost everything: our jobs and sessions are made again, and who holds a job lets go of it."""
+        log.warning("the broker %s has lost what it kept: %d requests are brought again", self._store.name, len(self._own))
+        for session in list(self._sessions):
+            await self._attach_again(session)
         for own, events in list(self._own.values()):
             attempt = max((event.attempt for event in events), default=0)
             form = self._formats.get(own.id)
@@ -485,11 +495,15 @@ def _facts(job: Job) -> list[Any]:
     ]
 
 
+def _packed(token: Token) -> bytes:
+    return _encode((token.id, token.logprob, token.text, token.special, token.top, token.prompt))
+
+
 def _entry(event: Event) -> list[Any]:
     """An event as an entry of a log: id, kind, index, data."""
     index, data = event.index, b""
     if event.token is not None:
-        data = _encode(event.token)
+        data = _packed(event.token)
     elif event.end is not None:
         data = _encode(event.end)
     elif event.kind in TERMINAL:
@@ -505,7 +519,7 @@ def _event(entry: list[Any]) -> Event:
     seq = place - 1
     match kind:
         case b"token":
-            return Event("token", attempt, seq, int(index), _token(data))
+            return Event("token", attempt, seq, int(index), Token(*_token(data)))
         case b"done":
             return Event("done", attempt, seq, end=_end(data))
         case b"started" | b"resumed" | b"reset":
