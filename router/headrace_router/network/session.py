@@ -20,7 +20,7 @@ from headrace._common.logs import about
 from headrace_router.network import features, frames
 from headrace_router.network.broker import Broker
 from headrace_router.network.frames import Malformed
-from headrace_router.network.jobs import Holder, Lease, Progress
+from headrace_router.network.jobs import TIERS, Holder, Lease, Progress
 from headrace_router.network.line import Line
 from headrace_router.network.metrics import NetworkMetrics
 from headrace_router.network.output import JobOutput
@@ -74,6 +74,11 @@ class Session:
     def free(self) -> int:
         """Jobs that it can take: of the slots that were granted, that it offers, and that its last status has."""
         return 0 if self.resting else max(min(self.slots, self.offered, self._claimed) - len(self.outputs), 0)
+
+    @property
+    def tier(self) -> str:
+        """How far it is trusted."""
+        return next((name for name, tier in TIERS.items() if tier == self.holder.tier), "probation")
 
     @property
     def resting(self) -> bool:
