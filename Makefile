@@ -16,7 +16,7 @@ PROTO := proto/headrace/v1/generation.proto
 GENERATED := proto/headrace/v1/generation_pb2_grpc.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto run chat test test-kernels test-cuda judges test-failures soak test-image lint bench bench-peers clean
+.PHONY: help install proto run chat test test-kernels test-cuda judges test-failures chaos soak test-image lint bench bench-peers clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{ t = $$2; $$1 = $$2 = ""; printf "  make %-12s%s\n", t, $$0 }'
@@ -84,6 +84,9 @@ test-cuda: $(VENV)/.headrace-model $(GENERATED) ## what needs a GPU, on a machin
 
 test-failures: $(VENV)/.headrace-model $(GENERATED) ## every row of the failure matrix (some minutes)
 	$(BIN)/python -m pytest tests/failures -m "failures or not failures" -s $(ARGS)
+
+chaos: $(VENV)/.headrace-model $(GENERATED) ## a worker network under kills, freezes, malice and overload (some minutes)
+	$(BIN)/python -m pytest tests/chaos -m "chaos or not chaos" -s $(ARGS)
 
 soak: $(VENV)/.headrace-project $(GENERATED) ## 100,000 short requests with random cancels (ARGS='--requests N'): nothing leaks
 	$(BIN)/python tests/soak.py $(ARGS)

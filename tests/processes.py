@@ -138,11 +138,14 @@ class Service(Process):
             assert time.monotonic() < end, self.log()
             time.sleep(0.05)
 
+    def metrics(self) -> str:
+        """What GET /metrics says."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
+            return str(reply.read().decode())
+
     def metric(self, name: str) -> float:
         """Value of a metric without labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
-            lines = reply.read().decode().splitlines()
-        return float(next(line.split()[1] for line in lines if line.split()[0] == name))
+        return float(next(line.split()[1] for line in self.metrics().splitlines() if line.split()[0] == name))
 
     def stub(self) -> Any:
         """A new gRPC stub of the leading shard."""

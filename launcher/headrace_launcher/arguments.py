@@ -7,14 +7,15 @@ import os
 import sys
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
 from headrace._common import options
-from headrace_launcher import tgi_flags
+from headrace_launcher import embedded, tgi_flags
 from headrace_launcher.settings import LauncherSettings
-from headrace_router.settings import LendingSettings, RouterSettings
+from headrace_router.settings import LendingSettings, RouterSettings, broker_problem
 from headrace_shard.settings import ShardSettings, conflict
 
 # Set by the launcher for its children; nobody types them here.
@@ -33,6 +34,7 @@ OF_LENDING = frozenset({
     "gateway", "insecure", "json_output", "log_level", "max_total_tokens", "model_id", "slots",
     "worker_token_file",
 })
+EMBEDDED = "embedded"  # as --broker
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,13 @@ class Plan:
     def is_gateway(self) -> bool:
         """Do requests run on other machines, so that there are no shards and no weights here?"""
         return self.router is not None and self.router.role == "gateway"
+
+    @property
+    def embedded_store(self) -> Path | None:
+        """The folder of a broker of our own, if there is to be one."""
+        if self.router is None or self.router.broker != EMBEDDED or self.router.worker_token_file is None:
+            return None
+        return embedded.folder_of(self.router.worker_token_file)
 
     @property
     def shards(self) -> int:
@@ -211,8 +220,8 @@ def _check_role(router: RouterSettings, num_shard: int) -> None:
         raise click.UsageError("--role gateway and --gateway contradict each other: a worker is started by `headrace worker`")
     if is_gateway and router.worker_token_file is None:
         raise click.UsageError("--role gateway needs --worker-token-file, where it writes the first token of its workers")
-    if is_gateway and router.broker != "memory://":
-        raise click.UsageError(f"--broker {router.broker} is not supported, only memory://")
+    if is_gateway and router.broker != EMBEDDED and (problem := broker_problem(router.broker)) is not None:
+        raise click.UsageError(problem)
     if is_gateway and num_shard > 1:
         raise click.UsageError(f"--num-shard {num_shard}: a gateway has no shards, its workers have")
     if not is_gateway and router.gateway is None and router.worker_token_file is not None:
@@ -220,7 +229,7 @@ def _check_role(router: RouterSettings, num_shard: int) -> None:
 
 
 def child_environment(plan: Plan) -> dict[str, str]:
-    """The environment of the children: settings reach them by flags, but the API key, which `ps` would show."""
+    """The environment of the children: settings reach them by flags, but not secrets, which `ps` would show."""
     classes = (LauncherSettings, RouterSettings, ShardSettings)
     ours = {options.env_name(field) for cls in classes for field in dataclasses.fields(cls)}
     env = {name: value for name, value in os.environ.items() if name not in ours}
@@ -228,6 +237,8 @@ def child_environment(plan: Plan) -> dict[str, str]:
     env["PYTHONSAFEPATH"] = "1"  # a file in the working folder must not take the place of a module
     if plan.router is not None and plan.router.api_key is not None:
         env["API_KEY"] = plan.router.api_key
+    if plan.router is not None and "@" in plan.router.broker:
+        env["HEADRACE_BROKER"] = plan.router.broker
     return env
 
 
@@ -237,5 +248,7 @@ def shard_command(shard: ShardSettings) -> list[str]:
 
 
 def router_command(router: RouterSettings) -> list[str]:
-    """The command line of the router process; its API key comes by the environment."""
-    return [sys.executable, "-m", "headrace_router", *options.to_flags(dataclasses.replace(router, api_key=None))]
+    """The command line of the router process; its API key, and a broker's URL with a password, come by the environment."""
+    broker = RouterSettings.broker if "@" in router.broker else router.broker
+    public = dataclasses.replace(router, api_key=None, broker=broker)
+    return [sys.executable, "-m", "headrace_router", *options.to_flags(public)]

@@ -1,8 +1,8 @@
 """Starting the processes in order, watching them, and stopping them in order.
 
-    shards and router -> Health of every rank -> /health is 200 -> one line on stdout -> watch
+    embedded broker -> shards and router -> Health of every rank -> /health is 200 -> one line on stdout -> watch
     SIGTERM: router drains and ends -> shards end -> status 0.  A dead or frozen child: everything ends -> status 1,
-    unless it is a shard and --max-restarts allows to start the shard group again.
+    unless it is a shard and --max-restarts allows to start the shard group again. The broker is always started again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from headrace._common.errors import StartupError
-from headrace_launcher import arguments, probes, sockets
+from headrace_launcher import arguments, embedded, probes, sockets
 from headrace_launcher.arguments import Plan
 from headrace_launcher.children import Child
 from headrace_launcher.models.resolve import Resolved
@@ -70,6 +70,7 @@ class Supervisor:
         self._shards: list[Child] = []
         self._probes: list[probes.ShardProbe] = []
         self._router: Child | None = None
+        self._store: embedded.Keeper | None = None
         self._signals = 0
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
@@ -113,6 +114,10 @@ class Supervisor:
         log.info("starting %d shard%s for %s", ranks, "s" * (ranks != 1), self._model.name)
         await self._spawn_shards()
         target = f"unix:{self._paths[0]}" if self._paths else ""
+        if plan.embedded_store is not None:
+            embedded.prepare(plan.embedded_store)
+            self._store = embedded.Keeper(plan.embedded_store, self._env, plan.launcher.json_output)
+            await self._guarded(self._progress("the broker starts", self._store.start()))
         if plan.router is not None:  # it waits for the leading shard by itself, so its imports cost no time
             self._router = await self._spawn_router(plan.router, target)
         breakdown = "a gateway, whose workers run the model"
@@ -147,6 +152,8 @@ class Supervisor:
             router, model_folder=str(self._model.folder), model_id=self._model.name, model_sha=self._model.sha,
             shard_target=target, shard_restarts=self._plan.launcher.max_restarts > 0,
         )
+        if self._plan.embedded_store is not None:
+            settings = dataclasses.replace(settings, broker=f"unix://{embedded.socket_of(self._plan.embedded_store)}")
         as_json = self._plan.launcher.json_output
         return await Child.start("router", arguments.router_command(settings), self._env, as_json)
 
@@ -194,6 +201,8 @@ class Supervisor:
         router = self._plan.router
         if self._router is not None and router is not None:
             watches.append(self._watch(self._router, lambda: probes.http_health(router.hostname, router.port, _ANSWER)))
+        if self._store is not None:
+            watches.append(self._store.keep())
         await asyncio.gather(*watches)
 
     def _shard_watches(self) -> list[Coroutine[Any, Any, None]]:
@@ -249,7 +258,7 @@ class Supervisor:
                 return dead
             await asyncio.sleep(probes.POLL_SECONDS)
 
-    async def _progress(self, what: str, work: Awaitable[None]) -> None:
+    async def _progress(self, what: str, work: Awaitable[object]) -> None:
         task = asyncio.ensure_future(work)
         begun = time.monotonic()
         try:
@@ -262,7 +271,7 @@ class Supervisor:
     # stopping
 
     async def _end(self, dead: Child | None) -> None:
-        """Router first, then the shards; a second signal kills what is left."""
+        """Router first, then the shards, then the broker; a second signal kills what is left."""
         stopping = asyncio.ensure_future(self._stop_in_order(dead))
         kill = asyncio.ensure_future(self._kill.wait())
         await asyncio.wait({stopping, kill}, return_when=asyncio.FIRST_COMPLETED)
@@ -271,6 +280,8 @@ class Supervisor:
         if not stopping.done():
             for child in children:
                 child.kill()
+            if self._store is not None:
+                self._store.kill()
         await stopping
         for child in children:
             child.kill()  # the rest of its process group
@@ -281,3 +292,5 @@ class Supervisor:
             if not await self._router.stop(grace):
                 log.warning("the router did not end within %g s and was killed", grace)
         await asyncio.gather(*(shard.stop(_SHARD_STOP) for shard in self._shards if shard.alive))
+        if self._store is not None:
+            await self._store.stop()

@@ -79,8 +79,10 @@ async def errors_and_auth(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def _refused(request: web.Request, error: Overloaded) -> None:
-    caller = request[CALLER]
-    request.app[SERVICE].metrics.refused(caller.tenant.name, caller.workload, error.reason)
+    caller, service = request[CALLER], request.app[SERVICE]
+    service.metrics.refused(caller.tenant.name, caller.workload, error.reason)
+    if service.network is not None:
+        service.network.gateway.metrics.rejects[error.reason] += 1
     log.info("refused: %s (%s)", error, error.reason)
 
 

@@ -146,6 +146,13 @@ class Batcher:
         return len(self._roster.running)
 
     @property
+    def free_tokens(self) -> int | None:
+        """KV tokens that nobody holds, by the last step; None: that is not known now."""
+        if not self.running:
+            return self._shard.capacity.max_batch_total_tokens
+        return None if self._free_blocks is None else self._free_blocks * self._shard.info.block_size
+
+    @property
     def running_tokens(self) -> int:
         """Tokens that the running requests may grow to."""
         return self._roster.running_tokens

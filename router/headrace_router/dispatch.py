@@ -103,4 +103,4 @@ def send_last(entry: Entry, token_id: int, logprob: float, special: bool, last: 
 def _add_detail(entry: Entry, token: Token, detail: TokenDetail) -> None:
     token.top, token.prompt = detail.top, detail.prompt
     if len(entry.output) == 1:
-        entry.cached_tokens = detail.detail.cached_tokens
+        entry.cached_tokens = entry.stream.cached_tokens = detail.detail.cached_tokens

@@ -54,6 +54,7 @@ class Roster:
             self._last_wire_id += 1
             entry.wire_id = self._last_wire_id
             entry.admitted = entry.admitted or now
+            entry.stream.queue_seconds = entry.admitted - entry.submitted
             self.running[entry.wire_id] = entry
         return entries
 

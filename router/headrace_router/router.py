@@ -27,7 +27,6 @@ from headrace_router.network.control import Control
 from headrace_router.network.frames import Model
 from headrace_router.network.gateway import Gateway
 from headrace_router.network.lender import Lender
-from headrace_router.network.memory import MemoryBroker
 from headrace_router.network.registrar import Registrar
 from headrace_router.network.role import Network, NetworkBackend
 from headrace_router.network.tokens import WorkerTokens
@@ -87,9 +86,10 @@ class Router:
             StartupError: the shard does not answer or serves less than is asked for, or the address is taken.
         """
         settings = self._settings
+        tokenizer_hash = hashlib.sha256(self._folder.tokenizer_path.read_bytes()).hexdigest()
         shard: Backend
         if settings.role == "gateway":
-            broker = MemoryBroker(role.policy(settings, preset(settings).max_queue_size))
+            broker = role.make_broker(settings, role.policy(settings, preset(settings)), tokenizer_hash)
             shard = NetworkBackend(self._folder, settings.model_id, self._text.tokenizer.vocab_size, broker)
         else:
             shard = ShardClient(settings.shard_target)
@@ -98,7 +98,6 @@ class Router:
         limits = find_limits(settings, shard.info)
         metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
         tuned = preset(settings)
-        tokenizer_hash = hashlib.sha256(self._folder.tokenizer_path.read_bytes()).hexdigest()
         batcher = self.batcher = self._make_core(shard, limits, metrics, tuned)
         network = None
         if isinstance(batcher, Gateway) and self._worker_tokens is not None:
@@ -136,7 +135,10 @@ class Router:
                 self.service.model_name, settings.model_sha, shard.info.quantization or shard.info.dtype, tokenizer_hash,
                 limits.max_input_tokens, limits.max_total_tokens, list(shard.info.features),
             )
-            lender = Lender(settings.slots or limits.max_batch_size, settings.pause_above_load)
+            assert isinstance(batcher, Batcher)
+            lender = Lender(
+                settings.slots or limits.max_batch_size, settings.pause_above_load, free_tokens=lambda: batcher.free_tokens
+            )
             self._agent = Agent(
                 settings.gateway, self._own_token, model, lender, lambda frame: batcher.submit(to_request(frame))
             )

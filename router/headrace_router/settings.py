@@ -11,6 +11,8 @@ from headrace_router.text.normalize import MODES
 from headrace_router.text.reasoning import PARSERS as REASONING_PARSERS
 from headrace_router.text.tools.formats import PARSERS as TOOL_PARSERS
 
+STORES = ("redis://", "rediss://", "unix://")  # how the address of a broker's server begins
+
 
 @dataclass(frozen=True)
 class RouterSettings:
@@ -113,7 +115,10 @@ class RouterSettings:
     pause_above_load: float | None = option(None, "as `headrace worker` has it", env=None, minimum=0)
     worker_socket: str = option("", "control socket of a worker, as the launcher makes it", env=None)
     insecure: bool = option(False, "let a worker use ws:// beyond this machine: its token can be read on the way", env=None)
-    broker: str = option("memory://", "where a gateway keeps its requests; only memory:// so far", env="HEADRACE_BROKER")
+    broker: str = option(
+        "memory://", "where a gateway keeps its requests: memory://; embedded: a Valkey server of its own, on disk; redis://, "
+        "rediss:// or unix:// of a Redis or Valkey server, which several gateways may share", env="HEADRACE_BROKER",
+    )
     max_queue_time: float = option(
         60.0, "seconds that a gateway's request may wait for a worker", env="HEADRACE_MAX_QUEUE_TIME", minimum=0.1
     )
@@ -152,3 +157,10 @@ class LendingSettings:
         choices=("auto", "tgi", "openai"),
     )
     upstream_api_key: str | None = option(None, "key that the upstream wants", env="HEADRACE_UPSTREAM_API_KEY")
+
+
+def broker_problem(url: str) -> str | None:
+    """Why a router cannot use a broker; None if it can."""
+    if url == "memory://" or url.startswith(STORES):
+        return None
+    return f"--broker {url.partition('://')[0]}... must be memory://, embedded, {', '.join(STORES)} and an address"

@@ -21,9 +21,19 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 class TokenStream:
-    """Tokens of one request, written by the engine and read by one task. Leaving its `async with` cancels the rest."""
+    """Tokens of one request, written by the engine and read by one task. Leaving its `async with` cancels the rest.
 
-    __slots__ = ("_arrived", "_closed", "_error", "_on_cancel", "_on_close", "_tokens", "count", "done")
+    Attributes:
+        count: tokens that were put.
+        done: the terminal event has been written.
+        cached_tokens, queue_seconds: from the first token on: of the prompt, and from submission to admission, if the engine
+            tells that.
+    """
+
+    __slots__ = (
+        "_arrived", "_closed", "_error", "_on_cancel", "_on_close", "_tokens", "cached_tokens", "count", "done",
+        "queue_seconds",
+    )
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
         self._on_cancel = on_cancel
@@ -32,8 +42,9 @@ class TokenStream:
         self._arrived: Callable[[], None] | None = None
         self._closed = False
         self._on_close: Callable[[], None] | None = None
-        self.count = 0  # tokens that were put
-        self.done = False  # the terminal event has been written
+        self.count = 0
+        self.done = False
+        self.cached_tokens, self.queue_seconds = 0, 0.0
 
     def put(self, token: Token) -> None:
         """Write a token; one with an `end` is the terminal event."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?")
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -22,6 +24,12 @@ class Origin:
     trace_id: str | None = None  # of W3C's traceparent
     traceparent: str | None = None  # as it was given
     made: bool = False  # the id was made here: its client gave none
+
+    @classmethod
+    def of(cls, request_id: str, traceparent: str | None, made: bool = False) -> Origin:
+        """With the trace that a header names, if it is one (https://www.w3.org/TR/trace-context/)."""
+        match = _TRACEPARENT.fullmatch(traceparent or "")
+        return cls(request_id, match[1] if match else None, traceparent if match else None, made)
 
 
 ORIGIN: ContextVar[Origin | None] = ContextVar("origin", default=None)

@@ -9,7 +9,7 @@ import headrace
 from headrace._common.errors import ModelNotFound, Unhealthy
 from headrace_router import metrics as metrics_text
 from headrace_router.api.admin_types import Info, ModelOut, ModelsOut
-from headrace_router.network import role
+from headrace_router.network import exposition
 from headrace_router.service import SERVICE, Service
 
 
@@ -75,5 +75,5 @@ async def metrics(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     text = service.metrics.render(service.gauges)
     if service.network is not None:
-        text += role.render(service.network)
+        text += exposition.render(service.network.gateway, service.model_name)
     return web.Response(body=text.encode(), headers={"Content-Type": metrics_text.CONTENT_TYPE})

@@ -48,9 +48,15 @@ def _asked(request: web.Request) -> bool | None:
 
 @contextlib.asynccontextmanager
 async def lasting(service: Service, stream: TokenStream) -> AsyncIterator[TokenStream]:
-    """The stream of an answer, for as long as its client is there and `--disconnect-grace` longer."""
+    """The stream of an answer, once it is accepted, for as long as its client is there and `--disconnect-grace` longer.
+
+    Raises:
+        QueueFull: it is not accepted.
+    """
     grace, held = service.settings.disconnect_grace, False
     try:
+        if isinstance(stream, JobStream):
+            await asyncio.shield(stream.admitted)
         yield stream
     except (asyncio.CancelledError, ConnectionError):
         if isinstance(stream, JobStream) and not stream.done and grace > 0 and not service.draining:

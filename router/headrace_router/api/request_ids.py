@@ -10,16 +10,13 @@ from headrace._common.logs import Origin
 
 HEADER = "X-Request-Id"
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 
 def origin(headers: Mapping[str, str]) -> Origin:
-    """The id of a request, and the trace that it is part of (https://www.w3.org/TR/trace-context/).
+    """The id of a request, and the trace that it is part of.
 
     An id of other characters than those of ids could forge log lines and headers: it is replaced.
     """
     given = headers.get(HEADER, "")
     made = _ID.fullmatch(given) is None
-    parent = headers.get("traceparent", "")
-    trace = _TRACEPARENT.fullmatch(parent)
-    return Origin(uuid.uuid4().hex if made else given, trace[1] if trace else None, parent if trace else None, made)
+    return Origin.of(uuid.uuid4().hex if made else given, headers.get("traceparent"), made)

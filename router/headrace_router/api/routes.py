@@ -158,6 +158,10 @@ ROUTES = (
         reply=workers.Registered, errors=(NotFound, Forbidden, RateLimited), status=201, public=True,
     ),
     Route(
+        "GET", "/workers", workers.page, "Of a gateway: the same as a page, which keeps itself up to date", reply=str,
+        media="text/html", errors=(NotFound,),
+    ),
+    Route(
         "GET", "/v1/worker/connect", workers.connect, "Of a gateway: the WebSocket that a worker dials; see docs/network.md",
         errors=(Unauthorized, NotFound), status=101,
     ),

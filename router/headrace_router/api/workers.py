@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 from aiohttp import WSMsgType, web
 from msgspec import Struct
 
 from headrace._common.errors import Forbidden, NotFound, Unauthorized
+from headrace_router.api import workers_page
 from headrace_router.network import frames
 from headrace_router.network.gateway import Terms
 from headrace_router.network.role import LEASE_SECONDS, MOST_SLOTS, Network
+from headrace_router.network.session import Session
 from headrace_router.network.tokens import WorkerToken
 from headrace_router.service import SERVICE
 
@@ -23,22 +26,39 @@ class WorkerOut(Struct):
 
     session: str
     token: str  # id of its token
-    tier: str  # owner, trusted, open, or probation
     agent: str
     model: str
     weight_format: str
+    tier: str  # owner, trusted, open or probation
+    state: str  # idle, working, paused or leaving
     slots: int
     running: int
     tokens: int  # since it joined
     tokens_per_second: float
+    round_trip_ms: float | None  # None: not measured yet
     connected: int  # Unix time
 
 
-class WorkersOut(Struct):
-    """The network as it is now."""
+class QueueOut(Struct):
+    """Requests that wait, by workload class."""
 
+    chat: int
+    agent: int
+    document: int
+
+
+class WorkersOut(Struct):
+    """The network as it is now. `queue` and `running` count requests."""
+
+    gateway: str
+    model: str
+    time: int  # Unix time
     workers: list[WorkerOut]
+    slots: int
+    tokens_per_second: float
     queue: int
+    queue_by_class: QueueOut
+    queue_tokens: int
     running: int
 
 
@@ -62,16 +82,34 @@ def network_of(request: web.Request) -> Network:
 
 async def workers(request: web.Request) -> web.Response:
     """Who is connected, and what they do."""
-    gateway = network_of(request).gateway
-    rows = [
-        WorkerOut(
-            s.id, s.worker, s.tier, s.hello.agent[:64], s.model.id, s.model.format, s.slots, len(s.outputs), s.tokens,
-            round(s.tokens_per_second, 1), int(s.connected),
-        )
-        for s in gateway.sessions.values()
-    ]
-    body = WorkersOut(rows, gateway.waiting, gateway.running)
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    gateway, service = network_of(request).gateway, request.app[SERVICE]
+    rows = [_row(session) for session in gateway.sessions.values()]
+    body = WorkersOut(
+        gateway.id, service.model_name, int(time.time()), rows, sum(row.slots for row in rows),
+        round(sum(row.tokens_per_second for row in rows), 1), gateway.waiting, QueueOut(**gateway.broker.waiting_by_class),
+        gateway.waiting_tokens, gateway.running,
+    )
+    return web.Response(
+        body=msgspec.json.encode(body), content_type="application/json", headers={"Cache-Control": "no-store"}
+    )
+
+
+def _row(session: Session) -> WorkerOut:
+    way = session.round_trip
+    return WorkerOut(
+        session.id, session.worker, session.hello.agent[:64], session.model.id[:256], session.model.format[:32], session.tier,
+        session.state, session.slots, len(session.outputs), session.tokens, round(session.tokens_per_second, 1),
+        None if way is None else round(way * 1000, 1), int(session.connected),
+    )
+
+
+async def page(request: web.Request) -> web.Response:
+    """The same for people: a page that reads GET /v1/workers."""
+    network_of(request)
+    return web.Response(
+        text=workers_page.PAGE, content_type="text/html", charset="utf-8",
+        headers={"Content-Security-Policy": workers_page.POLICY},
+    )
 
 
 async def connect(request: web.Request) -> web.StreamResponse:

@@ -19,8 +19,9 @@ from msgspec import Struct
 
 import headrace
 from headrace._common.errors import HeadraceError, InvalidRequest, Overloaded, StartupError
+from headrace._common.logs import Origin, about
 from headrace_router.network import frames
-from headrace_router.network.frames import PATH, PROTOCOLS, TEXT, Codec, JobFrame, Malformed, Row, TextRow
+from headrace_router.network.frames import PATH, PROTOCOLS, TEXT, Begun, Codec, JobFrame, Malformed, Row, TextRow
 from headrace_router.network.lender import Lender
 from headrace_router.streams import TokenStream
 from headrace_router.types import Token, TopToken
@@ -53,12 +54,13 @@ class Tally:
 
 
 class _Run:
-    """One job that runs here. `index`: of the next token, or row of text."""
+    """One job that runs here. `index`: of the next token, or row of text; `begun`: a token has come."""
 
-    __slots__ = ("attempt", "index", "job", "stream")
+    __slots__ = ("attempt", "begun", "index", "job", "origin", "stream")
 
-    def __init__(self, frame: JobFrame, stream: TokenStream) -> None:
+    def __init__(self, frame: JobFrame, stream: TokenStream, origin: Origin) -> None:
         self.job, self.attempt, self.index, self.stream = frame.job, frame.attempt, frame.rng_offset, stream
+        self.origin, self.begun = origin, False
 
 
 class Connection:
@@ -119,7 +121,9 @@ class Connection:
         """Tell what runs, again and again."""
         while True:
             await asyncio.sleep(STATUS_SECONDS)
-            self.send(frames.Status([(run.job, run.attempt, run.index) for run in self._runs.values()]))
+            running = [(run.job, run.attempt, run.index) for run in self._runs.values()]
+            free = max(self._lender.capacity - len(running), 0)
+            self.send(frames.Status(running, free, self._lender.free_tokens()))
 
     async def read(self) -> str:
         """Act on frames until the connection ends; says why it did.
@@ -164,12 +168,15 @@ class Connection:
         if frame.job in self._runs or self.draining:
             self.send(frames.Nack(frame.job, frame.attempt))
             return
-        try:
-            stream = self._source(frame)
-        except HeadraceError as error:
-            self.send(_failure(frame.job, frame.attempt, error))
-            return
-        self._runs[frame.job] = _Run(frame, stream)
+        origin = Origin.of(frame.job, frame.trace)
+        with about(origin):
+            log.info("job %s, attempt %d, of the gateway", frame.job, frame.attempt)
+            try:
+                stream = self._source(frame)
+            except HeadraceError as error:
+                self.send(_failure(frame.job, frame.attempt, error))
+                return
+        self._runs[frame.job] = _Run(frame, stream, origin)
         self.send(frames.Accept(frame.job, frame.attempt))
         stream.on_arrival(lambda: self._arrived(frame.job))
 
@@ -197,14 +204,22 @@ class Connection:
         due, self._due = self._due, set()
         rows: list[Row] = []
         texts: list[TextRow] = []
+        begun: list[Begun] = []
         after: list[Struct] = []
         for job in due:
-            if (run := self._runs.get(job)) is not None and (last := self._take(run, rows, texts)) is not None:
+            run = self._runs.get(job)
+            if run is None:
+                continue
+            last = self._take(run, rows, texts)
+            if not run.begun and run.stream.count:
+                run.begun = True
+                begun.append((job, run.attempt, run.stream.cached_tokens, run.stream.queue_seconds))
+            if last is not None:
                 after.append(last)
                 del self._runs[job]
                 run.stream.close()
         if rows:
-            self.send(frames.Step(rows))
+            self.send(frames.Step(rows, begun))
         if texts:
             self.send(frames.TextStep(texts))
         if any(isinstance(frame, frames.Fail | frames.Nack) for frame in after):
@@ -232,6 +247,8 @@ class Connection:
                 run.index += 1
             if token.end is not None:
                 self._tally.done += 1
+                with about(run.origin):
+                    log.info("job %s has ended here: %d tokens, %s", run.job, run.index, token.end.finish_reason)
                 return frames.Done(run.job, run.attempt, FINISHES[token.end.finish_reason])
         return None
 

@@ -167,8 +167,3 @@ class Broker(Protocol):
     def leased(self) -> int:
         """Jobs that sessions hold."""
         ...
-
-    @property
-    def sessions(self) -> int:
-        """Workers that are attached, at any gateway."""
-        ...

@@ -20,6 +20,7 @@ REFUSED: Final = range(4400, 4500)  # close codes that say why
 
 Row = tuple[str, int, int, int, float | None, int, list[tuple[int, float]]]
 # (job, attempt, index, token id, log probability, flags (0), most likely tokens)
+Begun = tuple[str, int, int, float]  # (job, attempt, prompt tokens that were cached, seconds in the worker's own queue)
 TextRow = tuple[str, int, int, str, int | None, float | None, list[tuple[int, float]], str | None]
 # (job, attempt, number of the row, text, token id, log probability, most likely tokens, finish as `done` has it, on the last);
 # None: the worker does not know it
@@ -73,13 +74,10 @@ class PromptTokens(Struct, tag_field="t", tag="prompt"):
 
 
 class Step(Struct, tag_field="t", tag="step", omit_defaults=True):
-    """Worker: the tokens of one decode step, of all jobs.
-
-    `begun`: of those whose first token this is: (job, attempt, prompt tokens that were cached, seconds in its own queue).
-    """
+    """Worker: the tokens of one decode step, of all jobs; `begun`: the facts of those whose first token this is."""
 
     x: list[Row]
-    begun: list[tuple[str, int, int, float]] = []
+    begun: list[Begun] = []
 
 
 class TextStep(Struct, tag_field="t", tag="text"):

@@ -107,7 +107,6 @@ class Gateway:
             TIERS[request.min_tier], origin=origin,
         )
         if not self._is_hopeful(job):
-            self.metrics.rejects[NO_CAPACITY] += 1
             raise NoCapacity(self._lack(job), 5.0)
         stream = JobStream(job.id, lambda: self._given_up(stream))
         if self._closed is not None:
@@ -127,7 +126,6 @@ class Gateway:
         try:
             position = await self.broker.submit(job)
         except QueueFull as error:
-            self.metrics.rejects[error.reason] += 1
             error.retry_after = self._turn()
             if not stream.done:
                 stream.fail(error)
@@ -200,6 +198,11 @@ class Gateway:
     def running(self) -> int:
         """Requests at workers."""
         return self.broker.leased
+
+    @property
+    def live(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return self.broker.waiting + self.broker.leased
 
     @property
     def running_tokens(self) -> int:

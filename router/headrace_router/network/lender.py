@@ -16,10 +16,10 @@ class Lender:
 
     def __init__(
         self, slots: int, pause_above_load: float | None = None, load: Callable[[], float] = load,
-        available: Callable[[], bool] = lambda: True,
+        available: Callable[[], bool] = lambda: True, free_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`slots`: most jobs at once; `available`: does what runs them answer?"""
-        self.slots, self.paused = slots, False
+        """`slots`: most jobs at once; `available`: does what runs them answer? `free_tokens`: of its KV cache, if known."""
+        self.slots, self.paused, self.free_tokens = slots, False, free_tokens
         self._limit, self._load, self._available = pause_above_load, load, available
 
     @property

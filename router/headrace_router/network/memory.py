@@ -95,10 +95,6 @@ class MemoryBroker:
     def leased(self) -> int:
         return sum(len(held) for _, _, held in self._holders.values())
 
-    @property
-    def sessions(self) -> int:
-        return len(self._holders)
-
     # --- clients ---
 
     async def submit(self, job: Job) -> int:

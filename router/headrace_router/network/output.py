@@ -101,9 +101,14 @@ class JobOutput(Output):
         self._prompt: list[PromptToken] | None = None
 
     def take_prompt(self, rows: Sequence[tuple[int, float | None, list[tuple[int, float]] | None]]) -> None:
-        """Log probabilities of the prompt, to go out with the first token."""
-        tops = ([TopToken(*pair) for pair in top] if top is not None else None for _, _, top in rows)
-        self._prompt = [PromptToken(i, p, top) for (i, p, _), top in zip(rows, tops, strict=True)]
+        """Log probabilities of the prompt, to go out with the first token; what was not asked for is left out."""
+        request = self.lease.job.request
+        if request.prompt_logprobs:
+            most = request.prompt_top_n_tokens
+            self._prompt = [
+                PromptToken(token, logprob, None if top is None else [TopToken(*pair) for pair in top[:most]])
+                for token, logprob, top in rows[: len(request.prompt)]
+            ]
 
     def take(self, rows: Sequence[Row]) -> Progress:
         """New tokens, the first of them at the index of the first row.
@@ -149,7 +154,7 @@ class JobOutput(Output):
             reason = "stop_sequence"
         special = silent or token_id in self._tokenizer.special_ids
         token = Token(token_id, math.nan if logprob is None else logprob, text, special)
-        token.top = [TopToken(*pair) for pair in top] if request.top_n_tokens else None
+        token.top = [TopToken(*pair) for pair in top[: request.top_n_tokens]] if request.top_n_tokens else None
         token.prompt, self._prompt = self._prompt, None
         return token, reason
 

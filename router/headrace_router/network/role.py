@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -14,9 +15,11 @@ from headrace_router.network.broker import Broker
 from headrace_router.network.frames import TEXT, Hello
 from headrace_router.network.gateway import Gateway
 from headrace_router.network.jobs import Policy
+from headrace_router.network.memory import MemoryBroker
 from headrace_router.network.registrar import Registrar
 from headrace_router.network.tokens import WorkerTokens
-from headrace_router.settings import RouterSettings
+from headrace_router.presets import Preset
+from headrace_router.settings import RouterSettings, broker_problem
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +105,26 @@ class Network:
                     session.close(4401, lapse)
 
 
-def policy(settings: RouterSettings, max_queue_size: int) -> Policy:
+def policy(settings: RouterSettings, tuned: Preset) -> Policy:
     """The broker's rules."""
     return Policy(
-        max_queue_size, max_queue_time=settings.max_queue_time, max_run_time=settings.max_run_time, lease=LEASE_SECONDS,
-        stall=settings.stall_timeout,
+        tuned.max_queue_size, tuned.max_queue_tokens, max_queue_time=settings.max_queue_time,
+        max_run_time=settings.max_run_time, lease=LEASE_SECONDS, stall=settings.stall_timeout,
     )
+
+
+def make_broker(settings: RouterSettings, rules: Policy, tokenizer_hash: str) -> Broker:
+    """What keeps the gateway's requests; gateways of one model share them in one server.
+
+    Raises:
+        StartupError: the URL is none, or a package is missing for it.
+    """
+    if settings.broker == "memory://":
+        return MemoryBroker(rules)
+    from headrace_router.network.shared import SharedBroker  # here, since its client is an extra
+
+    name = re.sub(r"[^\w.-]", "_", PurePath(settings.model_id).name)
+    return SharedBroker(settings.broker, rules, f"{name}:{tokenizer_hash[:12]}")
 
 
 def check(settings: RouterSettings) -> str:
@@ -116,35 +133,10 @@ def check(settings: RouterSettings) -> str:
     Raises:
         StartupError: a setting is missing, or asks for what there is not.
     """
-    if settings.broker != "memory://":
-        raise StartupError(f"--broker {settings.broker}: only memory:// is supported")
+    if (problem := broker_problem(settings.broker)) is not None:
+        raise StartupError(problem)
     if settings.gateway is not None:
         raise StartupError("--gateway is for workers; a gateway has --role gateway")
     if settings.worker_token_file is None:
         raise StartupError("--role gateway needs --worker-token-file: the first token of its workers is written there")
     return settings.worker_token_file
-
-
-def render(network: Network) -> str:
-    """The network's metrics in Prometheus' text format."""
-    gateway, out = network.gateway, []
-    broker, counts, sessions = gateway.broker, gateway.broker.counts, list(gateway.sessions.values())
-
-    def family(name: str, kind: str, help: str, rows: dict[str, int]) -> None:
-        out.extend([f"# HELP {name} {help}", f"# TYPE {name} {kind}", *(f"{name}{labels} {n}" for labels, n in rows.items())])
-
-    def labelled(label: str, values: dict[str, int]) -> dict[str, int]:
-        return {f'{{{label}="{key}"}}': value for key, value in values.items()}
-
-    family("wn_workers", "gauge", "Workers that are connected", {"": len(sessions)})
-    slots = {"used": sum(len(s.outputs) for s in sessions), "granted": sum(s.slots for s in sessions)}
-    family("wn_worker_slots", "gauge", "Requests that workers run, and may run", labelled("state", slots))
-    family("wn_queue_depth", "gauge", "Requests that wait for a worker", {"": broker.waiting})
-    family("wn_running", "gauge", "Requests at workers", {"": broker.leased})
-    family("wn_requests_total", "counter", "Requests that were accepted", {"": counts.accepted})
-    family("wn_terminal_events_total", "counter", "Requests that have ended", labelled("kind", counts.outcomes))
-    family("wn_redeliveries_total", "counter", "Requests given to another worker", labelled("reason", counts.redeliveries))
-    family("wn_stale_frames_total", "counter", "News of attempts that were over", {"": counts.stale_frames})
-    family("wn_lease_expired_total", "counter", "Leases that lapsed", {"": counts.redeliveries.get("lease", 0)})
-    family("wn_resume_tokens_total", "counter", "Tokens that another worker went on after", {"": counts.resumed_tokens})
-    return "\n".join(out) + "\n"

@@ -76,14 +76,21 @@ class Session:
         return 0 if self.resting else max(min(self.slots, self.offered, self._claimed) - len(self.outputs), 0)
 
     @property
-    def tier(self) -> str:
-        """How far it is trusted."""
-        return next((name for name, tier in TIERS.items() if tier == self.holder.tier), "probation")
-
-    @property
     def resting(self) -> bool:
         """Does it take no jobs now?"""
         return self.leaving or self.line.closing or time.monotonic() < self._rests_until
+
+    @property
+    def state(self) -> str:
+        """As it is shown: leaving, paused (by its lender), working or idle."""
+        if self.leaving or self.line.closing:
+            return "leaving"
+        return "paused" if not self.offered else "working" if self.outputs else "idle"
+
+    @property
+    def tier(self) -> str:
+        """How far it is trusted."""
+        return next((name for name, tier in TIERS.items() if tier == self.holder.tier), "probation")
 
     @property
     def room(self) -> int | None:
@@ -293,7 +300,7 @@ class Session:
         if output is None:
             return
         with about(output.lease.job.origin):
-            log.warning("worker %s: a job failed: %s: %s", self.id, frame.code[:40], frame.message[:200])
+            log.warning("worker %s: a job failed: %r: %r", self.id, frame.code[:40], frame.message[:200])
         if frame.retriable:
             await self._give_back(frame.job, frame.attempt, "fail")
             return

@@ -93,8 +93,8 @@ class TextOutput(Output):
         else:
             special, cut = False, self._cut(text)
         tokens = [Token(i, logprob, self._say(part), special) for i, part in cut]
-        if tokens and self.lease.job.request.top_n_tokens:
-            tokens[0].top = [TopToken(*pair) for pair in top]
+        if tokens and (most := self.lease.job.request.top_n_tokens):
+            tokens[0].top = [TopToken(*pair) for pair in top[:most]]
         self.length += len(tokens)
         return tokens
 

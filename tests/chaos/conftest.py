@@ -1,0 +1,44 @@
+"""Networks of real processes, shared by the tests of a module; each test leaves them with their workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.chaos.streams import PATIENCE, Client
+from tests.models import TINY, write_tiny_model
+from tests.networks import Network
+
+WORKERS = 3
+SLOTS = 8  # of each
+QUEUE = 32
+
+
+@pytest.fixture(scope="session")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama whose outputs are long: its end token is seldom drawn, and never the likeliest."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("long"), max_position_embeddings=8192)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][TINY["eos_token_id"]] = 0
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def net(long_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    """A gateway and three workers on a tiny model."""
+    with Network(
+        long_model, tmp_path_factory.mktemp("network"), ("--max-queue-size", str(QUEUE)), ("--slots", str(SLOTS))
+    ) as made:
+        yield made.start(WORKERS)
+
+
+@pytest.fixture
+async def client(net: Network) -> AsyncIterator[Client]:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=PATIENCE, connector=connector) as session:
+        yield Client(net.url, session)

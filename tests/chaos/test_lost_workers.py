@@ -1,0 +1,127 @@
+"""Workers are killed and frozen while streams run: every stream ends complete, with the text of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.chaos.conftest import SLOTS, WORKERS
+from tests.chaos.streams import PATIENCE, Client, Heard, recoveries, until
+from tests.networks import Network, Worker
+from tests.processes import START
+
+STREAMS = 20
+TOKENS = 1000
+KILLED = 2.0  # seconds from a kill to the next token at the user
+FROZEN = 10.0
+
+
+def same(calm: list[Heard], disturbed: list[Heard]) -> None:
+    """Each stream is whole, and what it was in the calm run."""
+    for one, other in zip(calm, disturbed, strict=True):
+        one.check()
+        other.check()
+        assert other.ids == one.ids
+        assert other.text == one.text
+
+
+async def everybody_works(net: Network, heard: list[Heard]) -> None:
+    """Wait until each stream has begun, and each worker has some."""
+    await until(lambda: all(len(stream.tokens) > 10 for stream in heard))
+    await until(lambda: all(row["running"] for row in net.show()["workers"]))
+
+
+def tell(what: str, seconds: list[float]) -> None:
+    found = sorted(seconds)
+    print(f"\n{what}: {len(found)} streams went on elsewhere, next token after {found[len(found) // 2]:.2f} s (median), "
+          f"{found[-1]:.2f} s (longest)")
+
+
+async def test_a_killed_worker_loses_nothing(net: Network, client: Client) -> None:
+    losses: list[float] = []
+
+    async def lose_one(heard: list[Heard]) -> None:
+        await everybody_works(net, heard)
+        losses.append(net.kill(net.workers[-1]))
+
+    calm = await client.ask_all(STREAMS, TOKENS)
+    disturbed = await client.ask_all(STREAMS, TOKENS, lose_one)
+    same(calm, disturbed)
+    (times,) = recoveries(disturbed, losses)
+    tell("killed", times)
+    net.add(1)
+
+
+@pytest.fixture(scope="module")
+def real_net(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    """The same on the default model."""
+    with Network(embedded_model, tmp_path_factory.mktemp("real"), worker=("--slots", str(SLOTS))) as made:
+        yield made.start(WORKERS)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("which", "tokens"), [("net", 2000), ("real_net", 150)], ids=["tiny", "real"])
+async def test_three_workers_one_killed_each_second(which: str, tokens: int, request: pytest.FixtureRequest) -> None:
+    """The third kill leaves nobody: what it interrupts goes on when there are workers again."""
+    net: Network = request.getfixturevalue(which)
+    if len(net.workers) < WORKERS:
+        net.add(WORKERS - len(net.workers))
+    losses: list[float] = []
+
+    async def lose_all(heard: list[Heard]) -> None:
+        await everybody_works(net, heard)
+        while net.workers:
+            losses.append(net.kill(net.workers[0]))
+            await asyncio.sleep(1)
+        await asyncio.to_thread(net.add, WORKERS)
+
+    async with aiohttp.ClientSession(timeout=PATIENCE) as session:
+        client = Client(net.url, session)
+        calm = await client.ask_all(STREAMS, tokens)
+        disturbed = await client.ask_all(STREAMS, tokens, lose_all)
+    same(calm, disturbed)
+    for number, times in enumerate(recoveries(disturbed, losses)):
+        tell(f"killed, {WORKERS - 1 - number} left", times)
+        assert number == WORKERS - 1 or max(times) < KILLED
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("what", ["", "headrace_shard"], ids=["machine", "shard"])
+async def test_a_frozen_worker_loses_nothing(net: Network, client: Client, what: str) -> None:
+    """A machine that stands still; and a worker whose connection is well while its shard says nothing."""
+    victim = net.workers[-1]
+    losses: list[float] = []
+
+    async def freeze(heard: list[Heard]) -> None:
+        await everybody_works(net, heard)
+        losses.append(victim.send(signal.SIGSTOP, what))
+
+    calm = await client.ask_all(STREAMS, TOKENS)
+    disturbed = await client.ask_all(STREAMS, TOKENS, freeze)
+    same(calm, disturbed)
+    (times,) = recoveries(disturbed, losses)
+    tell(f"frozen {what or 'machine'}", times)
+    assert max(times) < FROZEN
+    if what:
+        assert victim.popen.wait(20) == 1  # its launcher has seen it
+        net.workers.remove(victim)
+        await asyncio.to_thread(net.add, 1)
+    else:
+        victim.send(signal.SIGCONT)
+        await until(lambda: len(net.show()["workers"]) == WORKERS)
+        same(calm, await client.ask_all(STREAMS, TOKENS))
+
+
+@pytest.mark.chaos
+def test_a_stranger_is_refused(net: Network, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.token"
+    wrong.write_text("wk_00000000_" + "0" * 64)
+    worker = Worker(net.model, net.url, wrong)
+    assert worker.popen.wait(START) == 1
+    assert "refuses this worker: its token is not known" in worker.log()
+    assert "0" * 64 not in worker.log()

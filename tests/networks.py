@@ -1,0 +1,104 @@
+"""A worker network of real processes: a gateway without shards, and workers that can be killed, frozen and replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from tests.processes import START, Process, Service
+
+
+class Worker(Process):
+    """`headrace worker` on a model."""
+
+    def __init__(self, model: Path, gateway: str, token_file: Path, *flags: str) -> None:
+        """`gateway`: its http URL."""
+        prefix = Path(tempfile.mkdtemp(prefix="headrace-test-")) / "s"
+        super().__init__(
+            "headrace_launcher", "--model-id", str(model), "--gateway", gateway.replace("http", "ws"), "--port", "0",
+            "--worker-token-file", str(token_file), "--shard-uds-path", str(prefix), *flags,
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher last."""
+        launcher = psutil.Process(self.popen.pid)
+        return [*launcher.children(recursive=True), launcher]
+
+    def send(self, number: signal.Signals, what: str = "") -> float:
+        """A signal to each of its processes, as when its machine is lost or stands still, or only to those whose command
+        names `what`; returns the time.monotonic() at which all had it.
+        """
+        for process in self.processes():
+            if what in " ".join(process.cmdline()):
+                os.kill(process.pid, number)
+        return time.monotonic()
+
+
+class Network:
+    """One gateway and its workers."""
+
+    def __init__(self, model: Path, folder: Path, gateway: tuple[str, ...] = (), worker: tuple[str, ...] = ()) -> None:
+        """`folder`: for the workers' token; `gateway`, `worker`: flags."""
+        self.model, self.token_file, self._flags = model, folder / "worker.token", worker
+        self.gateway = Service(
+            "--model-id", str(model), "--role", "gateway", "--worker-token-file", str(self.token_file), *gateway
+        )
+        self.url = self.gateway.url
+        self.workers: list[Worker] = []
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self, count: int) -> Network:
+        """Wait for the gateway, then for so many workers."""
+        self.gateway.wait_ready()
+        self.add(count)
+        return self
+
+    def add(self, count: int) -> list[Worker]:
+        """More workers, once they have joined."""
+        before = self.gateway.metric("wn_workers")
+        made = [Worker(self.model, self.url, self.token_file, *self._flags) for _ in range(count)]
+        self.workers += made
+        end = time.monotonic() + START
+        while self.gateway.metric("wn_workers") < before + count:
+            for worker in made:
+                worker.check_alive()
+            assert time.monotonic() < end, made[-1].log()
+            time.sleep(0.1)
+        return made
+
+    def kill(self, worker: Worker) -> float:
+        """As when the plug of its machine is pulled; returns time.monotonic()."""
+        self.workers.remove(worker)
+        at = worker.send(signal.SIGKILL)
+        worker.stop()
+        return at
+
+    def show(self) -> dict[str, Any]:
+        """What GET /v1/workers says."""
+        with urllib.request.urlopen(f"{self.url}/v1/workers", timeout=10) as reply:
+            shown: dict[str, Any] = json.loads(reply.read())
+        return shown
+
+    def stop(self) -> None:
+        """Everything ends, the gateway well."""
+        for worker in self.workers:
+            if worker.popen.poll() is None:
+                worker.send(signal.SIGCONT)
+                worker.popen.send_signal(signal.SIGTERM)
+        for worker in self.workers:
+            worker.stop()
+        assert self.gateway.stop() == 0
