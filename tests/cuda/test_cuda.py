@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,6 @@ import pytest
 import torch
 
 from headrace_shard.backends.torch_backend import TorchBackend
-from headrace_shard.parallel.distributed import DistributedGroup
 from headrace_shard.parallel.group import Alone
 from headrace_shard.sampling.params import SamplingParams
 from headrace_shard.sampling.passes import TorchPasses
@@ -64,16 +65,23 @@ def test_choices_equal_those_of_the_cpu() -> None:
         assert {i: ids for i, (ids, _) in one.top.items()} == {i: ids for i, (ids, _) in other.top.items()}
 
 
-def test_a_group_of_one_sums_on_the_gpu_and_speaks_on_the_host(tmp_path: Path) -> None:
-    torch.cuda.set_device(GPU)
-    group = DistributedGroup(0, 1, str(tmp_path / "meet"), GPU)
-    try:
-        assert group.limit(2.0) == 2.0
-        assert group.sum(torch.ones(2, 3, device=GPU), torch.ones(2, 3, device=GPU)).tolist() == [[2.0] * 3] * 2
-        assert group.gather(torch.ones(2, 1, device=GPU)).device == GPU
-        assert group.broadcast(torch.tensor([5])).tolist() == [5]
-    finally:
-        torch.distributed.destroy_process_group()
+GROUP_OF_ONE = """
+import os, sys, torch
+from headrace_shard.parallel.distributed import DistributedGroup
+
+device = torch.device("cuda", 0)
+torch.cuda.set_device(device)
+group = DistributedGroup(0, 1, sys.argv[1], device)
+assert group.limit(2.0) == 2.0
+assert group.sum(torch.ones(2, 3, device=device), torch.ones(2, 3, device=device)).tolist() == [[2.0] * 3] * 2
+assert group.gather(torch.ones(2, 1, device=device)).device == device
+assert group.broadcast(torch.tensor([5])).tolist() == [5]
+os._exit(0)  # as a shard ends
+"""
+
+
+def test_a_group_sums_on_the_gpu_and_speaks_on_the_host(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", GROUP_OF_ONE, str(tmp_path / "meet")], check=True, timeout=60)
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -38,10 +40,17 @@ class Valkey:
         env = {**os.environ, PARENT_ENV: str(os.getpid())}
         self._process = subprocess.Popen(embedded.command(self.folder), env=env)
         end = time.monotonic() + 10
-        while asyncio.run(embedded.answers(self.folder, 1.0)) is not True:
+        while not self._answers():
             assert self._process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+            client.connect(self.url.removeprefix("unix://"))
+            client.sendall(b"PING\r\n")
+            return client.recv(16).startswith(b"+PONG")
+        return False
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)

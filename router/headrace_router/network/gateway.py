@@ -23,7 +23,7 @@ from typing import Any
 
 from aiohttp import web
 
-from headrace._common.errors import GenerationFailed, Gone, HeadraceError, NoCapacity, NotFound, QueueFull
+from headrace._common.errors import BrokerUnavailable, GenerationFailed, Gone, HeadraceError, NoCapacity, NotFound, QueueFull
 from headrace._common.logs import ORIGIN
 from headrace._common.tokenizing import Tokenizer
 from headrace_router.network import frames
@@ -43,6 +43,7 @@ from headrace_router.types import GenerateRequest
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.25
+CLOSE_SECONDS = 2.0  # for what the broker is to be told at the end
 HOPE_SECONDS = 1.0  # between looks for requests that nobody can serve
 RETRY_SECONDS = (1.0, 60.0)  # that a client who is turned away is told to wait, at least and at most
 CLASS_WEIGHTS = {"chat": 4.0, "agent": 2.0, "document": 1.0}
@@ -169,7 +170,8 @@ class Gateway:
         if self.broker.durable:  # its jobs go on elsewhere; who listens to them here is told
             for stream in list(self._streams):
                 stream.abort(GenerationFailed(reason))
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         await self.broker.close(reason)
         await asyncio.sleep(0)
         for task in list(self._tasks):
@@ -327,15 +329,16 @@ class Gateway:
             await asyncio.sleep(SWEEP_SECONDS)
             now = time.monotonic()
             await self.broker.sweep()
-            if now - looked >= HOPE_SECONDS:
-                looked = now
-                await self._refuse_hopeless()
-            for session in list(self.sessions.values()):
-                await session.sweep()
-                if now - pinged >= frames.HEARTBEAT:
-                    session.ping()
-            pinged = now if now - pinged >= frames.HEARTBEAT else pinged
-            await self.dispatch()
+            with contextlib.suppress(BrokerUnavailable):  # the broker says so, and sees to those who wait
+                if now - looked >= HOPE_SECONDS:
+                    looked = now
+                    await self._refuse_hopeless()
+                for session in list(self.sessions.values()):
+                    await session.sweep()
+                    if now - pinged >= frames.HEARTBEAT:
+                        session.ping()
+                pinged = now if now - pinged >= frames.HEARTBEAT else pinged
+                await self.dispatch()
 
     # --- workers ---
 
@@ -358,7 +361,11 @@ class Gateway:
             session.revoke(job, attempt, why)
             self._later(self.dispatch())
 
-        await self.broker.attach(session.holder, revoked)
+        try:
+            await self.broker.attach(session.holder, revoked)
+        except BrokerUnavailable as error:
+            await socket.close(code=1013, message=str(error).encode())
+            return
         self.sessions[name] = session
         self._seen[name] = (time.monotonic(), session.holder)
         log.info(
@@ -386,6 +393,10 @@ class Gateway:
         try:
             await self.dispatch()
             reason = await session.run()
+        except BrokerUnavailable as error:  # its jobs go on where the broker is seen again
+            reason = str(error)
+            session.close(1013, reason)
+            await line.closed()
         finally:
             del self.sessions[name]
             self._seen[name] = (time.monotonic(), session.holder)

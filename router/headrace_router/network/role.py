@@ -24,6 +24,7 @@ from headrace_router.settings import RouterSettings, broker_problem
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 15.0
+BROKER_GRACE = 30.0  # seconds that a shared broker may be away before what waits for it ends
 MOST_REQUESTS = 1024  # at workers at once; what a gateway tells as its batch size
 MOST_SLOTS = 1024  # of one worker
 DEFAULT_LENGTH = 4096  # tokens, of a model that does not say its own
@@ -124,7 +125,7 @@ def make_broker(settings: RouterSettings, rules: Policy, tokenizer_hash: str) ->
     from headrace_router.network.shared import SharedBroker  # here, since its client is an extra
 
     name = re.sub(r"[^\w.-]", "_", PurePath(settings.model_id).name)
-    return SharedBroker(settings.broker, rules, f"{name}:{tokenizer_hash[:12]}")
+    return SharedBroker(settings.broker, rules, f"{name}:{tokenizer_hash[:12]}", grace=BROKER_GRACE)
 
 
 def check(settings: RouterSettings) -> str:

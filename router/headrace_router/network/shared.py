@@ -35,7 +35,7 @@ from headrace_router.network.jobs import (
     Policy,
     Progress,
 )
-from headrace_router.network.store import GRACE_SECONDS, Store
+from headrace_router.network.store import Store
 from headrace_router.tenants import CLASSES
 from headrace_router.types import End, Token
 
@@ -75,9 +75,10 @@ class SharedBroker:
     durable = True
 
     def __init__(
-        self, url: str, policy: Policy, namespace: str, clock: Callable[[], float] | None = None, grace: float = GRACE_SECONDS
+        self, url: str, policy: Policy, namespace: str, clock: Callable[[], float] | None = None, grace: float = 30.0
     ) -> None:
-        """`namespace`: gateways with the same one share their jobs; `clock`: in seconds, in place of the server's.
+        """`namespace`: gateways with the same one share their jobs; `clock`: in seconds, in place of the server's;
+        `grace`: seconds that the server may be away before what waits for it ends.
 
         Raises:
             StartupError: the URL is none.
@@ -208,8 +209,8 @@ class SharedBroker:
 
     async def attach(self, holder: Holder, revoked: Revoked) -> None:
         known = self._sessions.get(holder.session)
-        self._sessions[holder.session] = (holder, revoked, known[2] if known is not None else {})
         await self._attach(holder)
+        self._sessions[holder.session] = (holder, revoked, known[2] if known is not None else {})
 
     async def _attach(self, holder: Holder) -> None:
         features = "*" if holder.features is None else _list(holder.features)
@@ -227,7 +228,11 @@ class SharedBroker:
         async with self._leasing:
             if session not in self._sessions:
                 return []
-            found = await self._ask("lease", session, most, -1 if tokens is None else tokens)
+            room = -1 if tokens is None else tokens
+            found = await self._ask("lease", session, most, room)
+            if found is None:  # others took this gateway for dead, and gave away what its workers had
+                await self._attach_again(session)
+                found = await self._ask("lease", session, most, room)
             return [self._leased_to(session, row) for row in found or ()]
 
     def _leased_to(self, session: str, row: list[Any]) -> Lease:
@@ -332,21 +337,26 @@ class SharedBroker:
             sessions = list(self._sessions)
             unknown = await self._ask("reconcile", len(sessions), *self._counted(sessions, held))
         for session in unknown:
-            if (entry := self._sessions.get(session.decode())) is not None:
-                await self._attach(entry[0])
+            await self._attach_again(session.decode())
 
     @staticmethod
     def _counted(sessions: list[str], held: list[Any]) -> list[Any]:
         return [*sessions, len(held) // 2, *held]
 
-    async def _restore(self) -> None:
-        """The server has lost everything: our jobs and sessions are made again, and who holds a job lets go of it."""
-        log.warning("the broker %s has lost what it kept: %d requests are brought again", self._store.name, len(self._own))
-        for holder, revoked, held in list(self._sessions.values()):
+    async def _attach_again(self, session: str) -> None:
+        """The server does not know a session of ours any more, nor that it holds anything."""
+        if (entry := self._sessions.get(session)) is not None:
+            holder, revoked, held = entry
             for job, attempt in list(held.items()):
                 revoked(job, attempt, "stale")
             held.clear()
             await self._attach(holder)
+
+    async def _restore(self) -> None:
+        """The server has lost everything: our jobs and sessions are made again, and who holds a job lets go of it."""
+        log.warning("the broker %s has lost what it kept: %d requests are brought again", self._store.name, len(self._own))
+        for session in list(self._sessions):
+            await self._attach_again(session)
         for own, events in list(self._own.values()):
             attempt = max((event.attempt for event in events), default=0)
             form = self._formats.get(own.id)

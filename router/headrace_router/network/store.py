@@ -35,7 +35,6 @@ CONNECTIONS = 32
 ANSWER_SECONDS = 5.0
 AGAIN_SECONDS = 0.05
 IMPATIENT_SECONDS = 1.0  # for connections that a restart has cut
-GRACE_SECONDS = 30.0
 LOST = (
     exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError, exceptions.OutOfMemoryError,
     exceptions.ReadOnlyError, exceptions.ClusterDownError, OSError,
@@ -54,7 +53,7 @@ class Store:
 
     def __init__(
         self, url: str, prefix: str, gateway: str, policy: Policy, clock: Callable[[], float] | None = None,
-        grace: float = GRACE_SECONDS,
+        grace: float = 30.0,
     ) -> None:
         """`prefix`: of all keys; `clock`: in seconds, in place of the store's own; `grace`: seconds that it may be away.
 

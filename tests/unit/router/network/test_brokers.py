@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from headrace._common.errors import NotFound, QueueFull
+from headrace._common.errors import Conflict, NotFound, QueueFull
 from headrace_router.network.jobs import (
     BEGINNING,
     OPEN,
@@ -407,3 +407,46 @@ def test_only_what_no_worker_has_had_can_be_refused(brokers: Brokers) -> None:
     assert status is not None
     assert status.last is not None
     assert status.last.facts == {"code": "no_capacity", "message": "nobody", "retriable": True}
+
+
+def test_a_silent_gateway_loses_what_its_workers_hold_and_is_welcome_again(valkey: Valkey) -> None:
+    brokers, told = Brokers("shared", valkey.url), list[Any]()
+    run, (alive, silent) = brokers.run, brokers.make(POLICY, 2)
+    run(alive.attach(Holder("a", "f32", 100), ignore))
+    run(silent.attach(Holder("b", "f32", 100), lambda *what: told.append(what)))
+    run(silent.submit(job("x")))
+    run(silent.lease("b", 1))
+    run(silent.progress([Progress("x", 1, 0, tokens(7))]))
+    brokers.clock.now = 4
+    run(alive.sweep())
+    assert not run(alive.lease("a", 1))
+    brokers.clock.now = 8
+    run(alive.sweep())
+    [lease] = run(alive.lease("a", 1))
+    assert (lease.job.id, lease.attempt, lease.generated) == ("x", 2, (7,))
+    run(alive.submit(job("y")))
+    assert [lease.job.id for lease in run(silent.lease("b", 1))] == ["y"]
+    assert told == [("x", 1, "stale")]
+    assert run(silent.progress([Progress("x", 1, 1, tokens(8))])) == [False]
+    brokers.close()
+
+
+def test_a_key_leads_to_one_request(brokers: Brokers) -> None:
+    run, (one, other) = brokers.run, brokers.make(replace(POLICY, retention=0.05), 2)
+    assert run(one.claim("k", "body")) is None
+    with pytest.raises(Conflict):
+        run(other.claim("k", "another body"))
+
+    async def both() -> tuple[str | None, None]:
+        return await asyncio.gather(other.claim("k", "body"), one.settle("k", "x"))
+
+    run(one.submit(job("x")))
+    assert run(both()) == ("x", None)
+    run(one.cancel("x", "user"))
+    assert run(other.claim("k", "body")) == "x"
+    brokers.clock.now += 0.1
+    time.sleep(0.1)
+    run(one.sweep())
+    assert run(other.claim("k", "another body")) is None
+    run(other.settle("k", None))
+    assert run(one.claim("k", "body")) is None
