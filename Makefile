@@ -16,10 +16,10 @@ PROTO := proto/headrace/v1/generation.proto
 GENERATED := proto/headrace/v1/generation_pb2_grpc.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto run chat test test-kernels test-cuda judges test-failures chaos soak test-image lint bench bench-peers clean
+.PHONY: help install proto run chat demo-network demo-chain test test-kernels test-cuda judges test-failures chaos soak test-image lint bench bench-peers clean
 
 help: ## say what there is
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{ t = $$2; $$1 = $$2 = ""; printf "  make %-12s%s\n", t, $$0 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{ t = $$2; $$1 = $$2 = ""; printf "  make %-13s%s\n", t, $$0 }'
 	@echo
 	@echo "  settings: PYTHON=$(PYTHON) TORCH='$(TORCH)' PIP_ARGS='$(PIP_ARGS)'   (install)"
 	@echo "            PORT=$(PORT) ARGS='--model-id ...'              (run)"
@@ -84,6 +84,12 @@ test-cuda: $(VENV)/.headrace-model $(GENERATED) ## what needs a GPU, on a machin
 
 test-failures: $(VENV)/.headrace-model $(GENERATED) ## every row of the failure matrix (some minutes)
 	$(BIN)/python -m pytest tests/failures -m "failures or not failures" -s $(ARGS)
+
+demo-network: $(VENV)/.headrace-model $(GENERATED) ## a gateway and two workers, one of which is killed while ten questions stream
+	$(BIN)/python tests/demo_network.py $(ARGS)
+
+demo-chain: $(VENV)/.headrace-model $(GENERATED) ## one request heard at every station: shard, router, worker, gateway, log, client
+	$(BIN)/python tests/chain.py
 
 chaos: $(VENV)/.headrace-model $(GENERATED) ## a worker network under kills, freezes, malice and overload (some minutes)
 	$(BIN)/python -m pytest tests/chaos -m "chaos or not chaos" -s $(ARGS)

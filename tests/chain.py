@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,9 +26,11 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.processes import embedded_model
 from headrace._common.tokenizing import Tokenizer
 from headrace.v1 import generation_pb2 as pb
 from headrace_router.network import frames
+from tests.networks import workers
 from tests.processes import CHANNEL_OPTIONS, START, Command, Process, Service, ShardProcess, free_port
 
 QUESTION = "The wheel of a water mill turns because"
@@ -203,7 +204,7 @@ async def walk(model: Path, name: str, folder: Path, question: str = QUESTION, t
         keep("worker", Command(
             "worker", "--upstream", f"http://{upstream}", "--gateway", f"ws://{door}", "--worker-token-file", str(token_file),
         ))
-        await asyncio.to_thread(_wait, processes, lambda: gateway.metric("wn_workers") == 1)
+        await asyncio.to_thread(_wait, processes, lambda: len(workers(gateway.url)["workers"]) == 1)
         request, result = await _ask(gateway.url, question, tokens, at[4], at[3])
         await asyncio.sleep(0.1)  # the last log lines
     return Journey(request, at, {name: process.log() for name, process in processes.items()}, result)
@@ -240,8 +241,7 @@ async def _ask(url: str, question: str, tokens: int, client: Station, log: Stati
 
 def main() -> int:
     """Show one request at every station. Exit status 1 if a station heard something else."""
-    command = [sys.executable, "-c", "from headrace_launcher.cli import main; main()", "resolve"]
-    model = Path(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+    model = embedded_model()
     with tempfile.TemporaryDirectory(prefix="headrace-chain-") as folder:
         journey = asyncio.run(walk(model, str(model), Path(folder)))
     shard, client = journey.stations[0], journey.stations[-1]

@@ -17,6 +17,13 @@ import psutil
 from tests.processes import START, Process, Service
 
 
+def workers(url: str) -> dict[str, Any]:
+    """What a gateway's GET /v1/workers says."""
+    with urllib.request.urlopen(f"{url}/v1/workers", timeout=10) as reply:
+        shown: dict[str, Any] = json.loads(reply.read())
+    return shown
+
+
 class Worker(Process):
     """`headrace worker` on a model."""
 
@@ -69,11 +76,11 @@ class Network:
 
     def add(self, count: int) -> list[Worker]:
         """More workers, once they have joined."""
-        before = self.gateway.metric("wn_workers")
+        before = len(self.show()["workers"])
         made = [Worker(self.model, self.url, self.token_file, *self._flags) for _ in range(count)]
         self.workers += made
         end = time.monotonic() + START
-        while self.gateway.metric("wn_workers") < before + count:
+        while len(self.show()["workers"]) < before + count:
             for worker in made:
                 worker.check_alive()
             assert time.monotonic() < end, made[-1].log()
@@ -89,9 +96,7 @@ class Network:
 
     def show(self) -> dict[str, Any]:
         """What GET /v1/workers says."""
-        with urllib.request.urlopen(f"{self.url}/v1/workers", timeout=10) as reply:
-            shown: dict[str, Any] = json.loads(reply.read())
-        return shown
+        return workers(self.url)
 
     def stop(self) -> None:
         """Everything ends, the gateway well."""

@@ -315,10 +315,12 @@ async def test_log_lines_name_the_request(start: Start, capsys: pytest.CaptureFi
         await server.post("/generate", body(2), **headers)
         logs.setup("router", "info")
         await server.post("/generate", body(2), **headers)
+        await server.post("/generate_stream", body(2), **headers)
         await server.post("/generate", body(2), **{"X-Request-Id": "forged\u2028id"})
-        structured, plain, other = [line for line in capsys.readouterr().err.splitlines() if "prompt tokens" in line]
+        structured, plain, streamed, other = [line for line in capsys.readouterr().err.splitlines() if "prompt tokens" in line]
     assert json.loads(structured) | {"request_id": "mine-1", "trace_id": trace} == json.loads(structured)
-    assert plain.startswith(f"INFO [mine-1 trace {trace}] request ")
+    for line in (plain, streamed):
+        assert line.startswith(f"INFO [mine-1 trace {trace}] request ")
     assert re.match(r"INFO \[[0-9a-f]{32}\] request ", other)
 
 
