@@ -91,16 +91,14 @@ class Gateway:
             stream.fail(GenerationFailed(self._closed))
             return stream
         self._streams.add(stream)
-        for known in {job.id, name or job.id}:
-            self.names.add(tenant.name, known, job.id)
-        self._later(self._admit(job, stream))
+        self._later(self._admit(job, stream, {job.id, name or job.id}))
         return stream
 
     def _given_up(self, stream: JobStream) -> None:
         if self._closed is None or not stream.kept:
             self._later(self.broker.cancel(stream.job, "disconnect"))
 
-    async def _admit(self, job: Job, stream: JobStream) -> None:
+    async def _admit(self, job: Job, stream: JobStream, names: set[str]) -> None:
         try:
             position = await self.broker.submit(job)
         except QueueFull as error:
@@ -110,6 +108,8 @@ class Gateway:
             stream.admitted.set_exception(error)
             stream.admitted.exception()  # who does not wait for it reads the stream
             return
+        for name in names:
+            self.names.add(job.request.tenant.name, name, job.id)
         if stream.done:  # its reader left before it was here
             await self.broker.cancel(job.id, "disconnect")
         self._waiting[job.id] = job

@@ -34,10 +34,9 @@ class JobStream(TokenStream):
         self.admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.names: deque[str] | None = None
 
-    def number(self) -> deque[str]:
-        """Have the ids of events kept, from now on."""
+    def number(self) -> None:
+        """Have the ids of events kept: to be called before there are any."""
         self.names = deque()
-        return self.names
 
 
 class Follower:
