@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import tempfile
 import time
 from pathlib import Path
@@ -35,7 +34,7 @@ def measure() -> Result:
         quiet = ("--log-level", "warning")
         with Network(embedded_model(), Path(folder), quiet, quiet) as net:
             net.start(1)
-            direct = re.findall(r"is served at (\S+)", net.workers[0].log())[0]
+            direct = net.workers[0].url
             uvloop.run(throughput(direct, 8, 16))
             for streams, tokens in TOKENS.items():
                 _compare(result, net, direct, streams, tokens)

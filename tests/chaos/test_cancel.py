@@ -25,8 +25,7 @@ def worker_rows(net: Network) -> float:
     """Requests in the workers' own batches."""
     rows = 0.0
     for worker in net.workers:
-        address = re.findall(r"is served at (\S+)", worker.log())[0]
-        with urllib.request.urlopen(f"{address}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"{worker.url}/metrics", timeout=10) as reply:
             rows += float(re.findall(r"^tgi_batch_current_size (\S+)", reply.read().decode(), re.MULTILINE)[0])
     return rows
 
