@@ -140,7 +140,7 @@ async def test_the_server_is_killed_in_the_middle(pair: tuple[Net, Net], valkey:
     if lost:
         assert (await worker.next("cancel", 10))["job"] == job_id
     jobs = {}
-    while lost and job_id not in jobs or waits not in jobs:
+    while (lost and job_id not in jobs) or waits not in jobs:
         frame = await worker.next("job", 10)
         jobs[frame["job"]] = frame
     again = jobs.get(job_id, job)

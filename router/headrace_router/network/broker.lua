@@ -90,6 +90,7 @@ end
 
 -- Hints for who reads the log; `quiet`: this gateway knows already.
 local function tell(r, quiet)
+  if quiet and r.readers == '|' .. gateway .. '|' then return end
   for reader in string.gmatch(r.readers, '[^|]+') do
     if reader ~= gateway then
       remote[reader] = remote[reader] or {'news'}
@@ -417,12 +418,20 @@ function ops.reclaim()
     call('XREVRANGE', key('log', job), '+', '-')}
 end
 
+-- The hot path: only what a token needs is read of its job.
 local function progress(job, attempt, index, tokens, ended)
-  local r = current(job, attempt)
-  if not r then return {0} end
+  local state, at_, n, seq_, session, format, readers =
+    unpack(call('HMGET', key('job', job), 'state', 'attempt', 'n', 'seq', 'session', 'format', 'readers'))
+  if state ~= 'leased' or tonumber(at_) ~= attempt then
+    note('stale')
+    return {0}
+  end
+  local r = {
+    job = job, attempt = attempt, n = tonumber(n), seq = tonumber(seq_), session = session, format = format, readers = readers,
+  }
   local known, seq = r.n - index, r.seq
   if known < 0 then
-    requeue(r, 'gap', true)
+    requeue(load(job), 'gap', true)
     return {0}
   end
   for place = known + 1, #tokens do
@@ -438,7 +447,8 @@ local function progress(job, attempt, index, tokens, ended)
     end
   end
   if ended ~= '' then
-    finish(r, 'done', ended, true)
+    save(r, 'n', 'seq')
+    finish(load(job), 'done', ended, true)
   elseif r.seq > seq then
     save(r, 'n', 'seq')
     tell(r, true)

@@ -37,7 +37,7 @@ from headrace_router.network.jobs import (
 )
 from headrace_router.network.store import Store
 from headrace_router.tenants import CLASSES
-from headrace_router.types import End, Token
+from headrace_router.types import End, PromptToken, Token, TopToken
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ TICK_SECONDS = 1.0  # between looks at every log that is read here
 
 _encode = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
-_token = msgspec.msgpack.Decoder(Token).decode
+_token = msgspec.msgpack.Decoder(tuple[int, float, str, bool, list[TopToken] | None, list[PromptToken] | None]).decode
 _end = msgspec.msgpack.Decoder(End).decode
 _job = msgspec.msgpack.Decoder(Job).decode
 _holder = msgspec.msgpack.Decoder(Holder).decode
@@ -260,7 +260,7 @@ class SharedBroker:
         args: list[Any] = [len(news)]
         for one in news:
             end = "" if one.end is None else _encode(one.end)
-            args += [one.job, one.attempt, one.index, end, len(one.tokens), *(_encode(token) for token in one.tokens)]
+            args += [one.job, one.attempt, one.index, end, len(one.tokens), *map(_packed, one.tokens)]
         outcomes = await self._ask("progress", *args)
         for one, outcome in zip(news, outcomes, strict=True):
             if outcome[0]:
@@ -495,11 +495,15 @@ def _facts(job: Job) -> list[Any]:
     ]
 
 
+def _packed(token: Token) -> bytes:
+    return _encode((token.id, token.logprob, token.text, token.special, token.top, token.prompt))
+
+
 def _entry(event: Event) -> list[Any]:
     """An event as an entry of a log: id, kind, index, data."""
     index, data = event.index, b""
     if event.token is not None:
-        data = _encode(event.token)
+        data = _packed(event.token)
     elif event.end is not None:
         data = _encode(event.end)
     elif event.kind in TERMINAL:
@@ -515,7 +519,7 @@ def _event(entry: list[Any]) -> Event:
     seq = place - 1
     match kind:
         case b"token":
-            return Event("token", attempt, seq, int(index), _token(data))
+            return Event("token", attempt, seq, int(index), Token(*_token(data)))
         case b"done":
             return Event("done", attempt, seq, end=_end(data))
         case b"started" | b"resumed" | b"reset":

@@ -20,7 +20,7 @@ from headrace_router.network.jobs import Policy
 
 try:
     from redis import exceptions
-    from redis.asyncio import BlockingConnectionPool, Redis
+    from redis.asyncio import ConnectionPool, Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
 except ImportError:
@@ -68,13 +68,14 @@ class Store:
             policy.max_attempts, int(policy.retention * 1000), policy.prompt_token * 1000, int(policy.gateway_silence * 1000),
         )
         try:
-            pool = BlockingConnectionPool.from_url(
-                url, max_connections=CONNECTIONS, timeout=None, socket_timeout=ANSWER_SECONDS,
-                socket_connect_timeout=ANSWER_SECONDS, retry=Retry(NoBackoff(), 0), protocol=2,
+            pool = ConnectionPool.from_url(
+                url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS, retry=Retry(NoBackoff(), 0),
+                protocol=2,
             )
         except ValueError as error:
             raise StartupError(f"--broker {self.name}: {error}") from None
         self._client = Redis(connection_pool=pool)
+        self._room = asyncio.Semaphore(CONNECTIONS)
         self._away_since: float | None = None  # time.monotonic()
 
     @property
@@ -121,13 +122,16 @@ class Store:
         Raises:
             BrokerUnavailable: the server is away; for the patient, for longer than the grace.
         """
-        began = time.monotonic()
+        began, tries = time.monotonic(), 0
         if self.is_away and not patient:
             raise self._unavailable()
         while True:
             try:
                 reply: Reply = await self._evaluate(operation, args)
             except LOST as error:
+                tries += 1
+                if tries == 1:  # it may be one connection alone, which somebody gave up in the middle of an answer
+                    continue
                 self._lost(error)
                 since = began + IMPATIENT_SECONDS if not patient else (self._away_since or began) + self._grace
                 if time.monotonic() >= since:
@@ -142,10 +146,11 @@ class Store:
     async def _evaluate(self, operation: str, args: tuple[Any, ...]) -> Any:
         now = "" if self._clock is None else int(self._clock() * 1000)
         given = (1, self._prefix, operation, now, self._gateway, *self._policy, secrets.token_hex(8), *args)
-        try:
-            return await self._client.execute_command("EVALSHA", SHA, *given)  # type: ignore[no-untyped-call]
-        except exceptions.NoScriptError:
-            return await self._client.execute_command("EVAL", SCRIPT, *given)  # type: ignore[no-untyped-call]
+        async with self._room:
+            try:
+                return await self._client.execute_command("EVALSHA", SHA, *given)  # type: ignore[no-untyped-call]
+            except exceptions.NoScriptError:
+                return await self._client.execute_command("EVAL", SCRIPT, *given)  # type: ignore[no-untyped-call]
 
     def _lost(self, error: Exception) -> None:
         if self._away_since is None:
