@@ -22,7 +22,7 @@ from headrace_launcher.bench.stats import median
 from tests.networks import Network
 
 TOKENS = {1: 160, 8: 96, 32: 64}  # of each stream, by the number of streams
-ROUNDS = 7
+ROUNDS = 5
 SHARE = 0.9  # of direct throughput that must be left
 PROMPT = "The wheel of a water mill turns because"
 

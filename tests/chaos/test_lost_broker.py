@@ -1,4 +1,4 @@
-"""The store is killed, frozen and emptied, and a gateway is killed, while streams run: no request is lost, no token repeated."""
+"""The store is killed, frozen and emptied, and a gateway is killed, while streams run: nothing is lost, nothing repeated."""
 
 from __future__ import annotations
 
@@ -83,9 +83,8 @@ async def test_a_lost_store_loses_nothing(stored: Network, how: str, lose: Calla
 async def pair(long_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Network, Network]]:
     """Two gateways on one Valkey server, with two workers each."""
     valkey = Valkey()
-    made = [
-        Network(long_model, tmp_path_factory.mktemp("pair"), ("--broker", valkey.url), ("--slots", str(2 * SLOTS))) for _ in range(2)
-    ]
+    shared, slots = ("--broker", valkey.url), ("--slots", str(2 * SLOTS))
+    made = [Network(long_model, tmp_path_factory.mktemp("pair"), shared, slots) for _ in range(2)]
     try:
         for net in made:
             await asyncio.to_thread(net.start, 2)

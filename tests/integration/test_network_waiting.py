@@ -40,17 +40,17 @@ async def test_who_waits_is_told_a_place_and_a_time(tmp_path: Path) -> None:
         waiting = [(await net.ask(tokens=100)).json for _ in range(3)]
         assert [reply["position"] for reply in waiting] == [0, 1, 2]
         times = [reply["eta_s"] for reply in waiting]
-        assert times[0] == pytest.approx(60 / session.speed, rel=0.05)  # what the first one may still say
-        assert times[2] - times[1] == pytest.approx(101 / session.speed, rel=0.05)
+        assert times[0] == pytest.approx(60 / session.speed, abs=0.11)  # what the first one may still say
+        assert times[2] - times[1] == pytest.approx(101 / session.speed, abs=0.11)
         shown = (await net.get(f"/v1/requests/{waiting[2]['id']}")).json
         assert (shown["position"], shown["state"]) == (2, "queued")
-        assert shown["eta_s"] == pytest.approx(times[2], rel=0.05)
+        assert shown["eta_s"] == pytest.approx(times[2], abs=0.11)
         reader = asyncio.create_task(net.events(waiting[2]["id"]))
         await until(lambda: net.gateway.metrics.readers == 1)
         await settle(net, first["id"], waiting[0]["id"], waiting[1]["id"], waiting[2]["id"])
         queued = (await reader)[0]
         assert (queued["kind"], queued["position"], queued["size"], queued["event_id"]) == ("queued", 2, 3, None)
-        assert queued["eta_s"] == pytest.approx(times[2], rel=0.05)
+        assert queued["eta_s"] == pytest.approx(times[2], abs=0.11)
 
 
 @pytest.mark.parametrize(("model", "body", "why"), [
