@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+from headrace_router.metrics import Histogram
 from headrace_router.network.jobs import Counts, Event, EventId, Holder, Job, JobStatus, Lease, Progress
 
 Listener = Callable[[Sequence[Event]], None]
@@ -29,6 +30,11 @@ class Broker(Protocol):
 
     counts: Counts  # what was done through this gateway
     durable: bool  # jobs outlive this gateway
+
+    @property
+    def op_seconds(self) -> Mapping[str, Histogram]:
+        """How long what the jobs are kept in takes, by operation."""
+        ...
 
     on_work: Callable[[], None]  # called when another gateway has brought work
 

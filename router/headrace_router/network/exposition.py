@@ -115,3 +115,7 @@ def _add_times(page: _Page, gateway: Gateway) -> None:
         page.histograms(name, about, {"": value})
     gaps = {'side="worker"': metrics.gap_at_worker, 'side="client"': metrics.gap_at_client}
     page.histograms("wn_itl_seconds", "Between two tokens of a request, as they come from the worker and as they go out", gaps)
+    page.histograms(
+        "wn_broker_op_seconds", "Of a transition in what the jobs are kept in",
+        {f'op="{name}"': value for name, value in gateway.broker.op_seconds.items()},
+    )

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import msgspec
 
 from headrace._common.errors import BrokerUnavailable, Conflict, NotFound, QueueFull
+from headrace_router.metrics import DURATIONS, Histogram
 from headrace_router.network.broker import Listener, Revoked
 from headrace_router.network.jobs import (
     BEGINNING,
@@ -93,6 +95,7 @@ class SharedBroker:
         self._epoch: bytes | None = None  # of the store's content
         self._version = -1  # of the sessions of all gateways
         self._waiting = self._waiting_tokens = self._leased = 0
+        self.op_seconds = defaultdict[str, Histogram](lambda: Histogram(DURATIONS))
         self._leasing = asyncio.Lock()
         self._due: set[str] = set()  # jobs whose logs have news
         self._fresh = asyncio.Event()
@@ -370,9 +373,11 @@ class SharedBroker:
     # --- what the store says ---
 
     async def _ask(self, operation: str, *args: Any, patient: bool = True) -> Any:
+        began = time.perf_counter()
         try:
             result, notes, state = await self._store.call(operation, *args, patient=patient)
         finally:
+            self.op_seconds[operation].observe(time.perf_counter() - began)
             self._was_away = self._was_away or self._store.is_away
         waiting, tokens, leased, version, epoch, *classes = state
         self._waiting, self._waiting_tokens, self._leased = waiting, tokens, leased
