@@ -250,3 +250,10 @@ def test_a_frame_of_a_text_is_the_frame_of_its_json(text: str) -> None:
     made = sse.FrameOfText(data)(text)
     assert made == sse.frame(data(text))
     assert len(made.decode().splitlines()) == 2
+
+
+def test_an_id_is_that_of_the_last_event_of_a_token() -> None:
+    one, two = sse.frame(b'{"a":1}'), sse.frame(b'{"b":2}', "named")
+    assert sse.with_id(one, "1-5") == b'id: 1-5\ndata: {"a":1}\n\n'
+    assert sse.with_id(one + two, "1-5") == one + b"id: 1-5\n" + two
+    assert sse.with_id(b"", "1-5") == b""
