@@ -59,7 +59,7 @@ async def errors_and_auth(request: web.Request, handler: Handler) -> web.StreamR
         with service.meters.call(caller.tenant):
             return await handler(request)
     except HeadraceError as error:
-        if isinstance(error, Overloaded):
+        if isinstance(error, Overloaded) and CALLER in request:
             _refused(request, error)
         return answer(request.path, error)
     except web.HTTPException as error:
