@@ -1,4 +1,4 @@
-"""`--broker embedded`: a Valkey server beside the gateway that comes back when it is killed, keeps what it has, and ends with it."""
+"""`--broker embedded`: a Valkey server beside the gateway that comes back when it is killed, and ends with its gateway."""
 
 from __future__ import annotations
 
