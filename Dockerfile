@@ -20,7 +20,7 @@ COPY proto proto
 COPY launcher launcher
 COPY router router
 COPY shard shard
-RUN pip install --no-cache-dir .
+RUN pip install --no-cache-dir '.[redis]'
 
 RUN headrace resolve
 

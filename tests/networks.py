@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 import time
@@ -24,6 +25,17 @@ def workers(url: str) -> dict[str, Any]:
     return shown
 
 
+def send_all(process: Process, number: signal.Signals, what: str = "") -> float:
+    """A signal to a process and all that it has started, as when their machine is lost or stands still, or only to those
+    whose command names `what`; returns the time.monotonic() at which all had it.
+    """
+    first = psutil.Process(process.popen.pid)
+    for member in [*first.children(recursive=True), first]:
+        if what in " ".join(member.cmdline()):
+            os.kill(member.pid, number)
+    return time.monotonic()
+
+
 class Worker(Process):
     """`headrace worker` on a model."""
 
@@ -35,19 +47,19 @@ class Worker(Process):
             "--worker-token-file", str(token_file), "--shard-uds-path", str(prefix), *flags,
         )
 
-    def processes(self) -> list[psutil.Process]:
-        """The launcher last."""
-        launcher = psutil.Process(self.popen.pid)
-        return [*launcher.children(recursive=True), launcher]
+    @property
+    def url(self) -> str:
+        """Of its own API; it has one when it says so, which may be after it has joined."""
+        end = time.monotonic() + START
+        while not (found := re.findall(r"is served at (\S+)", self.log())):
+            self.check_alive()
+            assert time.monotonic() < end, self.log()
+            time.sleep(0.05)
+        return str(found[0])
 
     def send(self, number: signal.Signals, what: str = "") -> float:
-        """A signal to each of its processes, as when its machine is lost or stands still, or only to those whose command
-        names `what`; returns the time.monotonic() at which all had it.
-        """
-        for process in self.processes():
-            if what in " ".join(process.cmdline()):
-                os.kill(process.pid, number)
-        return time.monotonic()
+        """A signal to each of its processes, or only to those whose command names `what`; returns time.monotonic()."""
+        return send_all(self, number, what)
 
 
 class Network:
@@ -60,6 +72,7 @@ class Network:
             "--model-id", str(model), "--role", "gateway", "--worker-token-file", str(self.token_file), *gateway
         )
         self.url = self.gateway.url
+        self._ends_with = 0
         self.workers: list[Worker] = []
 
     def __enter__(self) -> Network:
@@ -94,16 +107,21 @@ class Network:
         worker.stop()
         return at
 
+    def kill_gateway(self) -> float:
+        """The same with the gateway's."""
+        self._ends_with = -signal.SIGKILL
+        return send_all(self.gateway, signal.SIGKILL)
+
     def show(self) -> dict[str, Any]:
         """What GET /v1/workers says."""
         return workers(self.url)
 
     def stop(self) -> None:
-        """Everything ends, the gateway well."""
+        """Everything ends, the gateway well unless it was killed."""
         for worker in self.workers:
             if worker.popen.poll() is None:
                 worker.send(signal.SIGCONT)
                 worker.popen.send_signal(signal.SIGTERM)
         for worker in self.workers:
             worker.stop()
-        assert self.gateway.stop() == 0
+        assert self.gateway.stop() == self._ends_with

@@ -15,19 +15,23 @@ import click
 from headrace._common import options
 from headrace_launcher import embedded, tgi_flags
 from headrace_launcher.settings import LauncherSettings
-from headrace_router.settings import RouterSettings, UpstreamSettings, broker_problem
+from headrace_router.settings import LendingSettings, RouterSettings, broker_problem
 from headrace_shard.settings import ShardSettings, conflict
 
 # Set by the launcher for its children; nobody types them here.
-INTERNAL = frozenset({"model_folder", "model_sha", "rank", "shard_restarts", "shard_target", "worker_socket"})
+INTERNAL = frozenset({
+    "model_folder", "model_sha", "pause_above_load", "rank", "shard_restarts", "shard_target", "worker_socket",
+})
 
 
 # Settings that mean something in one role only, where they differ from their defaults.
-OF_GATEWAYS = ("broker", "disconnect_grace", "max_queue_time", "max_run_time", "no_worker_wait", "stall_timeout")
-OF_WORKERS = ("insecure", "pause_above_load", "slots")
+OF_GATEWAYS = (
+    "allow_open_workers", "broker", "disconnect_grace", "max_queue_time", "max_run_time", "no_worker_wait", "stall_timeout",
+)
+OF_WORKERS = ("insecure", "slots")
 # Settings of a worker that lends another server, beside those of that server.
 OF_LENDING = frozenset({
-    "gateway", "insecure", "json_output", "log_level", "max_total_tokens", "model_id", "pause_above_load", "slots",
+    "gateway", "insecure", "json_output", "log_level", "max_total_tokens", "model_id", "slots",
     "worker_token_file",
 })
 EMBEDDED = "embedded"  # as --broker
@@ -40,6 +44,7 @@ class Plan:
     launcher: LauncherSettings
     shard: ShardSettings
     router: RouterSettings | None
+    lends_what_is_wanted: bool = False  # the model is the gateway's, whichever that is
 
     @property
     def is_gateway(self) -> bool:
@@ -90,22 +95,43 @@ def plan(given: dict[str, Any], with_router: bool) -> Plan:
     return made
 
 
-def lending(given: dict[str, Any]) -> tuple[RouterSettings, UpstreamSettings] | None:
-    """Settings of a worker that lends another server; None: of one that runs a model itself.
+def worker_plan(given: dict[str, Any]) -> Plan:
+    """What a worker that serves a model itself starts: a service on a free port, unless it is told which.
+
+    Raises:
+        click.UsageError: as `plan`; or a flag is of workers that lend another server.
+    """
+    own = options.collect(LendingSettings, given)
+    for name in ("upstream_api", "upstream_api_key"):
+        if given[name] is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} is of workers that have --upstream")
+    made = plan({**given, "port": given["port"] or 0}, with_router=True)
+    assert made.router is not None
+    if made.router.gateway is None:
+        raise click.UsageError("a worker needs --gateway URL")
+    return dataclasses.replace(
+        made, router=dataclasses.replace(made.router, pause_above_load=own.pause_above_load),
+        lends_what_is_wanted=not made.launcher.model_id,
+    )
+
+
+def lending(given: dict[str, Any]) -> tuple[RouterSettings, LendingSettings] | None:
+    """Settings of a worker that lends another server; None: it serves a model itself.
 
     Raises:
         click.UsageError: a flag has no meaning for it; names the flag.
     """
-    upstream = options.collect(UpstreamSettings, given)
-    own = {field.name for field in dataclasses.fields(UpstreamSettings)}
-    used = {name for name, value in given.items() if value is not None and value != ()}
-    if upstream.upstream is None:
-        for name in sorted(used & own):
-            raise click.UsageError(f"--{name.replace('_', '-')} is of workers that have --upstream")
+    own = options.collect(LendingSettings, given)
+    if own.upstream is None:
         return None
-    for name in sorted(used - own - OF_LENDING):
-        raise click.UsageError(f"--{name.replace('_', '-')} has no meaning beside --upstream: no model is loaded here")
-    return options.collect(RouterSettings, given), upstream
+    known = OF_LENDING | {field.name for field in dataclasses.fields(LendingSettings)}
+    for name, value in given.items():
+        if value is not None and value != () and name not in known:
+            raise click.UsageError(f"--{name.replace('_', '-')} has no meaning beside --upstream: no model is loaded here")
+    settings = options.collect(RouterSettings, given)
+    if settings.gateway is None:
+        raise click.UsageError("a worker needs --gateway URL")
+    return dataclasses.replace(settings, pause_above_load=own.pause_above_load), own
 
 
 def _union(with_router: bool) -> type:

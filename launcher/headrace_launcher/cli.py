@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import click
 from headrace import __version__
 from headrace._common import logs, options
 from headrace_launcher import arguments
-from headrace_router.settings import UpstreamSettings
+from headrace_router.settings import LendingSettings
 from headrace_shard.settings import QUANTIZATIONS
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "auto_envvar_prefix": None}
@@ -37,12 +38,7 @@ def _worker(context: click.Context, /, **given: Any) -> int:
         return lending.lend(*lent)
     from headrace_launcher.serve import serve
 
-    if given.get("port") is None:
-        given["port"] = 0
-    plan = arguments.plan(given, with_router=True)
-    if plan.router is None or plan.router.gateway is None:
-        raise click.UsageError("a worker needs --gateway URL")
-    return serve(plan)
+    return serve(arguments.worker_plan(given))
 
 
 def _shard(**given: Any) -> int:
@@ -75,7 +71,7 @@ serve_command = click.Command(
 )
 
 worker_command = click.Group(
-    "worker", callback=_worker, params=[*options.parameters(UpstreamSettings), *_group_parameters(True)],
+    "worker", callback=_worker, params=[*options.parameters(LendingSettings), *_group_parameters(True)],
     context_settings=_CONTEXT, invoke_without_command=True,
     help="Lend this machine to a gateway (--gateway): serve a model, and run the gateway's requests too, or have a running "
     "server do so (--upstream). The port of its own API is a free one unless --port says otherwise. Ctrl-C gives back what "
@@ -239,19 +235,31 @@ def worker_token(context: click.Context, worker_token_file: str) -> None:
 
 @worker_token.command()
 @click.option("--name", default="", help="whose it is")
+@click.option(
+    "--tier", type=click.Choice(("trusted", "owner", "open")), default="trusted", show_default=True,
+    help="how far its holder is trusted: requests name the least tier that may run them",
+)
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), help="until it expires; never if not given")
+@click.option("--slots", type=click.IntRange(min=1), help="most requests at once that its holder gets")
+@click.option("--model", "models", multiple=True, help="that its holder may serve; may be repeated, all if not given")
 @click.pass_obj
-def create(tokens: Any, name: str) -> int:
+def create(tokens: Any, name: str, tier: str, days: float | None, slots: int | None, models: tuple[str, ...]) -> int:
     """Make a token and show it, this once."""
-    click.echo(tokens.create(name))
+    expires = None if days is None else int(time.time() + days * 86_400)
+    click.echo(tokens.create(name, tier, expires, slots, models))
     return 0
 
 
 @worker_token.command("list")
 @click.pass_obj
 def list_tokens(tokens: Any) -> int:
-    """Show the tokens' ids and names."""
+    """Show the tokens' ids, state, tiers, terms and names."""
     for row in tokens.rows:
-        click.echo(f"{row['id']}  {'revoked' if row['revoked'] else 'valid  '}  {row['name']}")
+        state = "valid" if row.lapse is None else row.lapse.split()[-1]
+        until = f"until {time.strftime('%Y-%m-%d', time.gmtime(row.expires))}" if row.expires else ""
+        slots = f"{row.slots} slots" if row.slots else ""
+        terms = ", ".join(part for part in (until, slots, *row.models) if part)
+        click.echo(f"{row.id}  {state:7}  {row.tier:7}  {row.name}{f'  ({terms})' if terms else ''}")
     return 0
 
 

@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
-
 from headrace._common import logs
 from headrace._common.errors import StartupError
 from headrace_launcher.private import PREFIX, private_folder, run_base
-from headrace_router.settings import RouterSettings, UpstreamSettings
+from headrace_router.settings import LendingSettings, RouterSettings
 
 SOCKET = "worker.sock"
 ANSWER_SECONDS = 5.0
@@ -26,17 +24,19 @@ def worker_socket(stack: contextlib.ExitStack) -> str:
     return str(stack.enter_context(private_folder(run_base())) / SOCKET)
 
 
-def lend(settings: RouterSettings, upstream: UpstreamSettings) -> int:
+def lend(settings: RouterSettings, upstream: LendingSettings) -> int:
     """Lend another server until a signal; returns the exit status."""
     import uvloop
 
+    from headrace_router.network import joining
     from headrace_router.network.upstream import worker
 
     logs.setup("worker", settings.log_level, settings.json_output)
-    if settings.gateway is None:
-        raise click.UsageError("a worker needs --gateway URL")
     try:
         with contextlib.ExitStack() as stack:
+            if settings.worker_token_file is None:
+                own = joining.own_token_file(settings.gateway or "", settings.insecure)
+                settings = dataclasses.replace(settings, worker_token_file=own)
             settings = dataclasses.replace(settings, worker_socket=worker_socket(stack))
             uvloop.run(worker.lend(settings, upstream, lambda text: print(text, flush=True)))
     except StartupError as error:

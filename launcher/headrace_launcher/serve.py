@@ -22,6 +22,7 @@ from headrace_launcher.lending import worker_socket
 from headrace_launcher.models.resolve import Resolved, resolve
 from headrace_launcher.private import CacheProvider, private_folder, run_base
 from headrace_launcher.supervisor import Started, Supervisor
+from headrace_router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,7 @@ def serve(plan: Plan) -> int:
             else:
                 prefix = str(stack.enter_context(private_folder(run_base())) / "shard")
             if plan.router is not None and plan.router.gateway is not None:
-                socket = worker_socket(stack)
-                plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, worker_socket=socket))
+                plan = _join(plan, plan.router, plan.router.gateway, stack)
             model = find_model(plan, stack)
             asyncio.run(Supervisor(plan, model, prefix, functools.partial(_announce, plan), began).run())
     except HeadraceError as error:
@@ -51,6 +51,19 @@ def serve(plan: Plan) -> int:
     except KeyboardInterrupt:
         log.info("stopped before anything was started")
     return 0
+
+
+def _join(plan: Plan, router: RouterSettings, gateway: str, stack: contextlib.ExitStack) -> Plan:
+    """The plan of a worker with a token and a control socket; `headrace worker` without a model serves the gateway's."""
+    from headrace_router.network import joining
+
+    launcher = plan.launcher
+    if router.worker_token_file is None:
+        router = dataclasses.replace(router, worker_token_file=joining.own_token_file(gateway, router.insecure))
+    if plan.lends_what_is_wanted:
+        launcher = dataclasses.replace(launcher, model_id=joining.demanded_model(gateway, router.insecure))
+        log.info("the gateway serves %s", launcher.model_id)
+    return dataclasses.replace(plan, launcher=launcher, router=dataclasses.replace(router, worker_socket=worker_socket(stack)))
 
 
 def find_model(plan: Plan, stack: contextlib.ExitStack) -> Resolved:

@@ -24,6 +24,8 @@ from headrace_router.service import SERVICE, Service
 
 log = logging.getLogger(__name__)
 
+PUBLIC = frozenset(route.path for route in ROUTES if route.public)
+
 CORS: web.AppKey[Cors] = web.AppKey("cors", Cors)
 ID: web.RequestKey[str] = web.RequestKey("id", str)
 
@@ -53,7 +55,7 @@ async def errors_and_auth(request: web.Request, handler: Handler) -> web.StreamR
     """Let a POST through to its handler only from those who may, and make an answer of whatever goes wrong."""
     service = request.app[SERVICE]
     try:
-        if request.method != "POST":
+        if request.method != "POST" or request.path in PUBLIC:
             return await handler(request)
         caller = request[CALLER] = identify(request.headers, service.tenants)
         with service.meters.call(caller.tenant):

@@ -21,7 +21,7 @@ _NEUTRAL: dict[str, float] = {
     "frequency_penalty": 0.0, "presence_penalty": 0.0,
 }
 _OF_DRAWS = ("seed", "temperature", "top_k", "top_p", "typical_p", "min_p")  # nothing is drawn without `do_sample`
-_WHO = ("deadline", "tenant", "workload")
+_WHO = ("deadline", "min_tier", "tenant", "workload")
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 

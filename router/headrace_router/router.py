@@ -27,6 +27,7 @@ from headrace_router.network.control import Control
 from headrace_router.network.frames import Model
 from headrace_router.network.gateway import Gateway
 from headrace_router.network.lender import Lender
+from headrace_router.network.registrar import Registrar
 from headrace_router.network.role import Network, NetworkBackend
 from headrace_router.network.tokens import WorkerTokens
 from headrace_router.network.wire import to_request
@@ -101,7 +102,8 @@ class Router:
         network = None
         if isinstance(batcher, Gateway) and self._worker_tokens is not None:
             model_id = settings.model_id or shard.info.model_id
-            network = Network(batcher, self._worker_tokens, model_id, settings.model_sha, tokenizer_hash)
+            registrar = Registrar(self._worker_tokens) if settings.allow_open_workers else None
+            network = Network(batcher, self._worker_tokens, model_id, settings.model_sha, tokenizer_hash, registrar)
         gauges = Gauges(
             lambda: batcher.waiting, lambda: batcher.waiting_tokens, lambda: batcher.running, lambda: batcher.running_tokens,
             shard.capacity.max_batch_total_tokens,

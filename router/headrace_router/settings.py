@@ -105,13 +105,14 @@ class RouterSettings:
         None, "file with the token that workers show; a gateway writes the first one there",
         env="HEADRACE_WORKER_TOKEN_FILE",
     )
+    allow_open_workers: bool = option(
+        False, "let strangers register as workers; they get only requests whose callers allow it",
+        env="HEADRACE_ALLOW_OPEN_WORKERS",
+    )
     slots: int | None = option(
         None, "requests that a worker takes at once; --max-batch-size if not given", env="HEADRACE_SLOTS", minimum=1
     )
-    pause_above_load: float | None = option(
-        None, "load of the machine (of the last minute) above which a worker takes no new requests",
-        env="HEADRACE_PAUSE_ABOVE_LOAD", minimum=0,
-    )
+    pause_above_load: float | None = option(None, "as `headrace worker` has it", env=None, minimum=0)
     worker_socket: str = option("", "control socket of a worker, as the launcher makes it", env=None)
     insecure: bool = option(False, "let a worker use ws:// beyond this machine: its token can be read on the way", env=None)
     broker: str = option(
@@ -140,9 +141,13 @@ class RouterSettings:
 
 
 @dataclass(frozen=True)
-class UpstreamSettings:
-    """What `headrace worker` lends in place of shards of its own."""
+class LendingSettings:
+    """What `headrace worker` has beside the flags of `headrace serve`."""
 
+    pause_above_load: float | None = option(
+        None, "load of the machine, as uptime shows for the last minute, above which no new requests are taken",
+        env="HEADRACE_PAUSE_ABOVE_LOAD", minimum=0,
+    )
     upstream: str | None = option(
         None, "URL of a running server to lend, as http://127.0.0.1:8080: Headrace, TGI, vLLM, llama.cpp; no model is loaded",
         env="HEADRACE_UPSTREAM",

@@ -54,6 +54,7 @@ class GenerateRequest:
     shown_tokens: tuple[int, ...] = ()  # special tokens whose text is part of the output
     tenant: Tenant = ANONYMOUS
     workload: str = "chat"  # one of tenants.CLASSES
+    min_tier: str = "trusted"  # least trusted worker of a network that may run it: owner, trusted or open
     deadline: float | None = None  # of time.perf_counter(): too late for anything
     generated: tuple[int, ...] = ()  # output that it has already, from elsewhere; counted, not sent again
 

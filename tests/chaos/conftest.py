@@ -1,4 +1,4 @@
-"""Networks of real processes, shared by the tests of a module; each test leaves them with their workers."""
+"""Networks of real processes, shared by the tests. A test may leave fewer workers than it found, but some."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def net(long_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+@pytest.fixture(scope="session", params=["memory://", pytest.param("embedded", marks=pytest.mark.chaos)])
+def net(
+    long_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Network]:
     """A gateway and three workers on a tiny model."""
-    with Network(
-        long_model, tmp_path_factory.mktemp("network"), ("--max-queue-size", str(QUEUE)), ("--slots", str(SLOTS))
-    ) as made:
+    gateway = ("--broker", request.param, "--max-queue-size", str(QUEUE))
+    with Network(long_model, tmp_path_factory.mktemp("network"), gateway, ("--slots", str(SLOTS))) as made:
         yield made.start(WORKERS)
 
 

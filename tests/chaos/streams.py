@@ -116,6 +116,7 @@ class Client:
             async for line in response.content:
                 if line.startswith(b"data:"):
                     event = json.loads(line[5:])
+                    assert "token" in event, event
                     heard.hear({"kind": "token", "index": len(heard.events), **event["token"]})
                     if event["generated_text"] is not None:
                         heard.hear({"kind": "done", "text": event["generated_text"]})

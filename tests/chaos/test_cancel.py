@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from tests.chaos.conftest import SLOTS, WORKERS
+from tests.chaos.conftest import SLOTS
 from tests.chaos.streams import TERMINAL, Client, Heard, until
 from tests.networks import Network
 
@@ -25,8 +25,7 @@ def worker_rows(net: Network) -> float:
     """Requests in the workers' own batches."""
     rows = 0.0
     for worker in net.workers:
-        address = re.findall(r"is served at (\S+)", worker.log())[0]
-        with urllib.request.urlopen(f"{address}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"{worker.url}/metrics", timeout=10) as reply:
             rows += float(re.findall(r"^tgi_batch_current_size (\S+)", reply.read().decode(), re.MULTILINE)[0])
     return rows
 
@@ -46,7 +45,7 @@ async def test_a_cancel_that_races_with_the_end(net: Network, client: Client) ->
     draw = random.Random(3)
     ends: Counter[str] = Counter()
     for _ in range(3):
-        plans = [(draw.randrange(1, 30), draw.uniform(0, 0.1)) for _ in range(WORKERS * SLOTS)]
+        plans = [(draw.randrange(1, 30), draw.uniform(0, 0.1)) for _ in range(len(net.workers) * SLOTS)]
         for stream in await asyncio.gather(*(give_up(client, *plan) for plan in plans)):
             kinds = [event["kind"] for event in stream.logged]
             assert [kind for kind in kinds if kind in TERMINAL] == kinds[-1:]
@@ -59,7 +58,7 @@ async def test_a_cancel_that_races_with_the_end(net: Network, client: Client) ->
 @pytest.mark.chaos
 async def test_a_cancel_frees_the_slot_of_a_worker(net: Network, client: Client) -> None:
     """All slots are taken by long requests and others wait: what is given up makes room, whatever it was at."""
-    slots = WORKERS * SLOTS
+    slots = len(net.workers) * SLOTS
     running = [await client.ask(f"Long {number}", 8000) for number in range(slots)]
     waiting = [await client.ask(f"Waiting {number}", 8000) for number in range(4)]
     await until(lambda: used_slots(net) == slots)

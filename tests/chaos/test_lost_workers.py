@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -54,23 +53,11 @@ async def test_a_killed_worker_loses_nothing(net: Network, client: Client) -> No
     same(calm, disturbed)
     (times,) = recoveries(disturbed, losses)
     tell("killed", times)
-    net.add(1)
 
 
-@pytest.fixture(scope="module")
-def real_net(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    """The same on the default model."""
-    with Network(embedded_model, tmp_path_factory.mktemp("real"), worker=("--slots", str(SLOTS))) as made:
-        yield made.start(WORKERS)
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize(("which", "tokens"), [("net", 2000), ("real_net", 150)], ids=["tiny", "real"])
-async def test_three_workers_one_killed_each_second(which: str, tokens: int, request: pytest.FixtureRequest) -> None:
+async def kill_each_second(net: Network, tokens: int) -> None:
     """The third kill leaves nobody: what it interrupts goes on when there are workers again."""
-    net: Network = request.getfixturevalue(which)
-    if len(net.workers) < WORKERS:
-        net.add(WORKERS - len(net.workers))
+    await asyncio.to_thread(net.add, WORKERS - len(net.workers))
     losses: list[float] = []
 
     async def lose_all(heard: list[Heard]) -> None:
@@ -86,8 +73,21 @@ async def test_three_workers_one_killed_each_second(which: str, tokens: int, req
         disturbed = await client.ask_all(STREAMS, tokens, lose_all)
     same(calm, disturbed)
     for number, times in enumerate(recoveries(disturbed, losses)):
-        tell(f"killed, {WORKERS - 1 - number} left", times)
-        assert number == WORKERS - 1 or max(times) < KILLED
+        left = WORKERS - 1 - number
+        tell(f"killed, {left} left", times)
+        assert left == 0 or max(times) < KILLED
+
+
+@pytest.mark.chaos
+async def test_three_workers_one_killed_each_second(net: Network) -> None:
+    await kill_each_second(net, 2000)
+
+
+@pytest.mark.chaos
+async def test_the_same_on_the_default_model(embedded_model: Path, tmp_path: Path) -> None:
+    with Network(embedded_model, tmp_path, worker=("--slots", str(SLOTS))) as net:
+        await asyncio.to_thread(net.start, WORKERS)
+        await kill_each_second(net, 150)
 
 
 @pytest.mark.chaos
@@ -113,7 +113,7 @@ async def test_a_frozen_worker_loses_nothing(net: Network, client: Client, what:
         await asyncio.to_thread(net.add, 1)
     else:
         victim.send(signal.SIGCONT)
-        await until(lambda: len(net.show()["workers"]) == WORKERS)
+        await until(lambda: len(net.show()["workers"]) == len(net.workers))
         same(calm, await client.ask_all(STREAMS, TOKENS))
 
 

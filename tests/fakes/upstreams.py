@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from headrace_router.network.upstream.worker import work
-from headrace_router.settings import RouterSettings, UpstreamSettings
+from headrace_router.settings import LendingSettings, RouterSettings
 from tests.fakes.network import Net
 from tests.fakes.routers import until
 
@@ -88,7 +88,7 @@ class Upstream:
 
 
 def data(**event: Any) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + json.dumps(event, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n\n"
 
 
 def choice(text: str, finish: str | None = None, **more: Any) -> bytes:
@@ -111,7 +111,7 @@ async def lent(net: Net, upstream: Upstream, **settings: Any) -> AsyncIterator[a
         worker_socket=str(net.folder / f"{upstream.port}.sock"), **settings,
     )
     before = len(net.gateway.sessions)
-    task = asyncio.create_task(work(own, UpstreamSettings(upstream=upstream.url), lambda text: None))
+    task = asyncio.create_task(work(own, LendingSettings(upstream=upstream.url), lambda text: None))
     try:
         await until(lambda: task.done() or len(net.gateway.sessions) > before, 5.0)
         yield task

@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 import yaml
 
+from headrace_launcher import embedded
 from tests import dockerfile
 from tests.models import write_tiny_model
+from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE_KEYS = {
     "build", "image", "init", "ports", "volumes", "stop_grace_period", "healthcheck", "profiles", "entrypoint", "command",
-    "depends_on",
+    "depends_on", "deploy",
 }
 START = 90.0  # seconds
 
@@ -42,16 +44,21 @@ def test_the_compose_file_is_sound() -> None:
             assert volume.split(":")[0] in COMPOSE["volumes"]
         for port in service.get("ports", []):
             assert re.fullmatch(r"\$\{\w+:-\d+\}:3000", port)
-        for other in service.get("depends_on", {}):
+        for other, needed in service.get("depends_on", {}).items():
             assert other in SERVICES
+            assert needed == {"condition": "service_healthy"}
 
 
-def test_the_default_is_one_service_and_split_shares_two_volumes() -> None:
+def test_the_default_is_one_service_and_profiles_share_volumes() -> None:
     assert [name for name, service in SERVICES.items() if "profiles" not in service] == ["headrace"]
     split = {name: service for name, service in SERVICES.items() if service.get("profiles") == ["split"]}
     assert set(split) == {"shard", "router"}
     assert split["shard"]["volumes"] == split["router"]["volumes"] == ["run:/run/headrace", "cache:/cache"]
-    for name in ("headrace", "router"):
+    network = {name: service for name, service in SERVICES.items() if service.get("profiles") == ["network"]}
+    assert set(network) == {"valkey", "gateway", "worker"}
+    assert network["gateway"]["volumes"] == network["worker"]["volumes"] == ["network:/run/headrace", "cache:/cache"]
+    assert network["worker"]["deploy"] == {"replicas": 2}
+    for name in ("headrace", "router", "gateway", "worker"):
         assert "/ready" in " ".join(SERVICES[name]["healthcheck"]["test"])
 
 
@@ -75,10 +82,13 @@ def test_the_dockerfile_is_sound() -> None:
 
 
 class Container:
-    """A service's command as a process: the image's paths become paths of this machine."""
+    """A service's command as a process: the image's paths become paths of this machine, `hosts` other services' addresses."""
 
-    def __init__(self, name: str, run_folder: Path, port: int, *more: str, env: dict[str, str] | None = None) -> None:
-        self.service, self.run_folder, self.port = SERVICES[name], run_folder, port
+    def __init__(
+        self, name: str, run_folder: Path, port: int, *more: str, env: dict[str, str] | None = None,
+        hosts: dict[str, str] | None = None,
+    ) -> None:
+        self.service, self.run_folder, self.port, self.hosts = SERVICES[name], run_folder, port, hosts or {}
         entry = next(step.words for step in dockerfile.read() if step.name == "ENTRYPOINT")
         command = [*self.service.get("entrypoint", entry), *self.service.get("command", [])]
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -87,6 +97,8 @@ class Container:
         self.process = subprocess.Popen(argv, env=self.env, stdin=subprocess.DEVNULL)
 
     def here(self, text: str) -> str:
+        for name, address in self.hosts.items():
+            text = text.replace(name, address)
         text = text.replace("/run/headrace", str(self.run_folder)).replace("$$", "$").replace("0.0.0.0", "127.0.0.1")
         return re.sub(r"\b3000\b", str(self.port), text)
 
@@ -107,12 +119,12 @@ class Container:
 def start(tmp_path: Path, unused_tcp_port: int) -> Iterator[Callable[..., Container]]:
     made: list[Container] = []
 
-    def launch(name: str, *more: str, **options: Any) -> Container:
-        made.append(Container(name, tmp_path, unused_tcp_port, *more, **options))
+    def launch(name: str, *more: str, port: int = unused_tcp_port, **options: Any) -> Container:
+        made.append(Container(name, tmp_path, port, *more, **options))
         return made[-1]
 
     yield launch
-    for container in made:
+    for container in reversed(made):
         if container.process.poll() is None:
             container.stop()
 
@@ -141,3 +153,24 @@ def test_the_default_service(start: Callable[..., Container], unused_tcp_port: i
     server.wait_healthy()
     answer(unused_tcp_port)
     assert server.stop() == 0
+
+
+def test_the_network(start: Callable[..., Container], unused_tcp_port: int, tmp_path: Path) -> None:
+    """Gateway, store and one of the workers, on a tiny model."""
+    tiny, socket = write_tiny_model(tmp_path / "tiny"), f"{tmp_path}/store"
+    words = SERVICES["valkey"]["command"]
+    assert words[0] == "valkey-server"
+    own = ["--port", "0", "--unixsocket", socket, "--dir", str(tmp_path)]
+    store = subprocess.Popen([str(embedded.binary()), *words[1:], *own], stdout=subprocess.DEVNULL)
+    try:
+        hosts = {"redis://valkey:6379": f"unix://{socket}", "gateway:3000": f"127.0.0.1:{unused_tcp_port}"}
+        gateway = start("gateway", env={"MODEL_ID": str(tiny)}, hosts=hosts)
+        gateway.wait_healthy()
+        worker = start("worker", port=free_port(), env={"MODEL_ID": str(tiny)}, hosts=hosts)
+        worker.wait_healthy()
+        assert answer(unused_tcp_port)
+        assert worker.stop() == 0
+        assert gateway.stop() == 0
+    finally:
+        store.terminate()
+        store.wait(10)

@@ -332,6 +332,6 @@ async def test_the_network_shows_itself(net: Net) -> None:
     assert [(w["slots"], w["running"], w["weight_format"]) for w in state["workers"]] == [(3, 1, "f32")]
     assert net.token not in str(state)
     metrics = (await net.get("/metrics")).raw.decode()
-    assert 'wn_workers{tier="trusted",model="scripted",state="working"} 1' in metrics
+    assert 'wn_workers{tier="owner",model="scripted",state="working"} 1' in metrics
     assert "wn_worker_slots{state=\"used\"} 1" in metrics
     await worker.done(job)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from headrace._common.errors import Forbidden, InvalidRequest
+from headrace_router.network.jobs import TIERS
 from headrace_router.tenants import CLASSES, Tenant, Tenants
 
 CLASS_HEADER = "X-Headrace-Class"
+TIER_HEADER = "X-Headrace-Min-Tier"
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 LONGEST_TIMEOUT = 86_400_000  # milliseconds
 
@@ -21,6 +23,7 @@ class Caller:
     tenant: Tenant
     workload: str
     deadline: float | None = None  # of time.perf_counter()
+    min_tier: str = "trusted"
 
 
 CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
@@ -31,7 +34,7 @@ def identify(headers: Mapping[str, str], tenants: Tenants) -> Caller:
     Raises:
         Unauthorized: an API key is needed, and this request has none that is known.
         Forbidden: its tenant may not use the workload class that it names.
-        InvalidRequest: there is no such class, or the timeout is no number of milliseconds.
+        InvalidRequest: there is no such class or tier of workers, or the timeout is no number of milliseconds.
     """
     tenant = tenants.find(_keys(headers))
     workload = headers.get(CLASS_HEADER, tenant.workload)
@@ -39,7 +42,10 @@ def identify(headers: Mapping[str, str], tenants: Tenants) -> Caller:
         raise InvalidRequest(f"the header {CLASS_HEADER} must be one of {', '.join(CLASSES)}", CLASS_HEADER)
     if workload not in tenant.classes:
         raise Forbidden(f"this API key may not use the workload class {workload}, only {', '.join(tenant.classes)}")
-    return Caller(tenant, workload, _deadline(headers.get(TIMEOUT_HEADER)))
+    min_tier = headers.get(TIER_HEADER, "trusted")
+    if min_tier not in TIERS:
+        raise InvalidRequest(f"the header {TIER_HEADER} must be one of {', '.join(TIERS)}", TIER_HEADER)
+    return Caller(tenant, workload, _deadline(headers.get(TIMEOUT_HEADER)), min_tier)
 
 
 def _keys(headers: Mapping[str, str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
@@ -23,32 +23,29 @@ IDS_QUERY = "event_ids"
 LOOK_SECONDS = 0.25  # between looks for a reader
 
 
-def numbered(request: web.Request, streams: Sequence[TokenStream], always: bool) -> Callable[[bytes], bytes]:
-    """What adds the `id:` line to the frames of each token, in turn.
-
-    Only a call of one choice has ids, and, unless its API's clients all take them (`always`), only one that asks for them.
+def wants_ids(request: web.Request, default: bool) -> bool:
+    """Are the events of a call to have ids? `default`: of its API, whose clients all take them, or not.
 
     Raises:
         InvalidRequest: it asks for neither true nor false.
     """
-    asked = _asked(request)
-    stream = streams[0]
-    if len(streams) != 1 or not isinstance(stream, JobStream) or not (always if asked is None else asked):
-        return lambda frames: frames
-    names = stream.number()
-    return lambda frames: sse.with_id(frames, names.popleft())
-
-
-def _asked(request: web.Request) -> bool | None:
     given = request.headers.get(IDS_HEADER) or request.query.get(IDS_QUERY)
-    if given is not None and given not in ("true", "false"):
+    if given not in (None, "true", "false"):
         raise InvalidRequest(f"{IDS_HEADER} and {IDS_QUERY} must be true or false", IDS_HEADER)
-    return None if given is None else given == "true"
+    return default if given is None else given == "true"
+
+
+def numbered(stream: TokenStream) -> Callable[[bytes], bytes]:
+    """What adds the `id:` line to the frames of each token of a `lasting` stream, in turn, if it has ids."""
+    names = stream.names if isinstance(stream, JobStream) else None
+    return (lambda frames: frames) if names is None else (lambda frames: sse.with_id(frames, names.popleft()))
 
 
 @contextlib.asynccontextmanager
-async def lasting(service: Service, stream: TokenStream) -> AsyncIterator[TokenStream]:
+async def lasting(service: Service, stream: TokenStream, ids: bool) -> AsyncIterator[TokenStream]:
     """The stream of an answer, once it is accepted, for as long as its client is there and `--disconnect-grace` longer.
+
+    `ids`: its events are to have ids.
 
     Raises:
         QueueFull: it is not accepted.
@@ -56,6 +53,8 @@ async def lasting(service: Service, stream: TokenStream) -> AsyncIterator[TokenS
     grace, held = service.settings.disconnect_grace, False
     try:
         if isinstance(stream, JobStream):
+            if ids:
+                stream.number()
             await asyncio.shield(stream.admitted)
         yield stream
     except (asyncio.CancelledError, ConnectionError):

@@ -11,7 +11,7 @@ from headrace_router.api.bodies import read_json
 from headrace_router.api.caller import CALLER
 from headrace_router.api.choices import check_count, end_of, run_all
 from headrace_router.api.errors import native_event
-from headrace_router.api.lasting import lasting, numbered
+from headrace_router.api.lasting import lasting, numbered, wants_ids
 from headrace_router.api.native_replies import event, whole
 from headrace_router.api.native_requests import Prepared, prepare
 from headrace_router.api.timing import compute_headers, time_headers
@@ -107,8 +107,9 @@ async def _stream(
             ticket.ended(wanted, token.end)
         return with_id(sse.frame(shapes.encode(event(tokenizer, prepared, index, token))))
 
-    async with lasting(service, service.engine.submit(wanted)) as stream:
-        with_id = numbered(request, [stream], always=True)
+    ids = wants_ids(request, default=True)
+    async with lasting(service, service.engine.submit(wanted), ids) as stream:
+        with_id = numbered(stream)
         events = await sse.open_stream(request, compute_headers(service, characters))
         try:
             await events.relay([stream], frames)

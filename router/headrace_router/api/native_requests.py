@@ -71,6 +71,7 @@ async def prepare(
         sampling=settle(sampling, limits.vocab_size), stop=tuple(sorted(set(stop))), keep_stop=True, top_n_tokens=top_n,
         prompt_logprobs=bool(given.decoder_input_details), grammar=await native_grammar(service, given.grammar),
         tenant=caller.tenant, workload=caller.workload, deadline=caller.deadline,
+        min_tier=caller.min_tier,
     )
     whole = full_text if given.return_full_text is None else given.return_full_text
     return Prepared(

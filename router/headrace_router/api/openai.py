@@ -17,7 +17,7 @@ from headrace_router.api.chat_requests import prepare_chat
 from headrace_router.api.choices import end_of, run_all
 from headrace_router.api.completion_replies import CompletionReplies
 from headrace_router.api.completion_requests import prepare_completion
-from headrace_router.api.lasting import lasting, numbered
+from headrace_router.api.lasting import lasting, numbered, wants_ids
 from headrace_router.api.openai_replies import usage
 from headrace_router.api.openai_requests import Prepared
 from headrace_router.api.timing import compute_headers, time_headers
@@ -93,9 +93,10 @@ async def answer_prepared(
 async def _stream(
     request: web.Request, service: Service, ticket: Ticket, prepared: Prepared, replies: Answers, headers: dict[str, str]
 ) -> web.StreamResponse:
+    ids = wants_ids(request, default=False) and len(prepared.requests) == 1  # ids of one choice say nothing of another
     async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(lasting(service, service.engine.submit(r))) for r in prepared.requests]
-        with_id = numbered(request, streams, always=False)
+        streams = [await stack.enter_async_context(lasting(service, service.engine.submit(r), ids)) for r in prepared.requests]
+        with_id = numbered(streams[0])
         ends: dict[int, End] = {}
 
         def frames(index: int, token: Token) -> bytes:

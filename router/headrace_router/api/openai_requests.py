@@ -175,7 +175,7 @@ def make_requests(
             stop_token_ids=tuple(sorted(set(stop_ids))), min_new_tokens=body.min_tokens or 0,
             ignore_eos=bool(body.ignore_eos), top_n_tokens=top_n, prompt_logprobs=prompt_top_n is not None,
             prompt_top_n_tokens=prompt_top_n or 0, grammar=grammar, tenant=caller.tenant, workload=workload_of(body, caller),
-            deadline=caller.deadline, shown_tokens=shown_tokens,
+            deadline=caller.deadline, shown_tokens=shown_tokens, min_tier=caller.min_tier,
         )
         made += spread(request, best_of)
     return made

@@ -12,10 +12,11 @@ from msgspec import Struct
 
 import headrace
 from headrace._common.errors import DeadlineExceeded, HeadraceError, NotFound, mapping
-from headrace_router.api.caller import CLASS_HEADER, LONGEST_TIMEOUT, TIMEOUT_HEADER
+from headrace_router.api.caller import CLASS_HEADER, LONGEST_TIMEOUT, TIER_HEADER, TIMEOUT_HEADER
 from headrace_router.api.errors import is_anthropic, is_openai
 from headrace_router.api.request_ids import HEADER as ID_HEADER
 from headrace_router.api.routes import Route
+from headrace_router.network.jobs import TIERS
 from headrace_router.tenants import CLASSES
 
 REFERENCES = "#/components/schemas/{name}"
@@ -90,6 +91,10 @@ _PARAMETERS: dict[str, Any] = {
         "name": CLASS_HEADER, "in": "header", "schema": {"type": "string", "enum": list(CLASSES)},
         "description": "workload class, of those that the key may use",
     },
+    "tier": {
+        "name": TIER_HEADER, "in": "header", "schema": {"type": "string", "enum": list(TIERS), "default": "trusted"},
+        "description": "of a gateway: the least trusted worker that may run the request, and read it",
+    },
 }
 _HEADERS: dict[str, Any] = {
     "request_id": {"schema": {"type": "string"}, "description": f"the request's {ID_HEADER}, or a new one"},
@@ -136,7 +141,7 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
     for name in re.findall(r"\{(\w+)\}", path):
         made["parameters"].append({"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
     if route.keyed:
-        names = ("class", "timeout") if DeadlineExceeded in route.errors else ("class",)
+        names = ("class", "timeout", "tier") if DeadlineExceeded in route.errors else ("class",)
         made["parameters"] += [_reference("parameters", name) for name in names]
         made["security"] = [{}, {"bearer": []}, {"key": []}]
     if route.body is not None:

@@ -81,11 +81,12 @@ class Route:
     own: bool = False  # shows what belongs to a tenant, whatever the method
     status: int = 200  # of the answer that is no error
     named: bool = False  # events have names, and nothing follows the last one
+    public: bool = False  # needs no API key, though it is a POST
 
     @property
     def keyed(self) -> bool:
         """Does it need an API key where keys are set?"""
-        return self.method == "POST" or self.own
+        return (self.method == "POST" and not self.public) or self.own
 
 
 ROUTES = (
@@ -151,6 +152,10 @@ ROUTES = (
     Route(
         "GET", "/v1/workers", workers.workers, "Of a gateway: the workers that are connected", reply=workers.WorkersOut,
         errors=(NotFound,),
+    ),
+    Route(
+        "POST", "/v1/worker/register", workers.register, "Of a gateway that is open to strangers: a token for a new worker",
+        reply=workers.Registered, errors=(NotFound, Forbidden, RateLimited), status=201, public=True,
     ),
     Route(
         "GET", "/workers", workers.page, "Of a gateway: the same as a page, which keeps itself up to date", reply=str,

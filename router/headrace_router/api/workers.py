@@ -9,11 +9,13 @@ import msgspec
 from aiohttp import WSMsgType, web
 from msgspec import Struct
 
-from headrace._common.errors import NotFound, Unauthorized
+from headrace._common.errors import Forbidden, NotFound, Unauthorized
 from headrace_router.api import workers_page
 from headrace_router.network import frames
+from headrace_router.network.gateway import Terms
 from headrace_router.network.role import LEASE_SECONDS, MOST_SLOTS, Network
 from headrace_router.network.session import Session
+from headrace_router.network.tokens import WorkerToken
 from headrace_router.service import SERVICE
 
 HELLO_SECONDS = 10.0
@@ -58,6 +60,13 @@ class WorkersOut(Struct):
     queue_by_class: QueueOut
     queue_tokens: int
     running: int
+
+
+class Registered(Struct):
+    """A new worker's token, which is told this once."""
+
+    token: str
+    tier: str
 
 
 def network_of(request: web.Request) -> Network:
@@ -131,22 +140,39 @@ async def connect(request: web.Request) -> web.StreamResponse:
 
 
 async def _serve(
-    request: web.Request, network: Network, socket: web.WebSocketResponse, codec: frames.Codec, worker: str
+    request: web.Request, network: Network, socket: web.WebSocketResponse, codec: frames.Codec, worker: WorkerToken
 ) -> None:
     try:
         hello = await _hello(socket, codec)
     except (TimeoutError, frames.Malformed):
         await socket.close(code=4400, message=b"the first frame must be a hello, within 10 s")
         return
-    if (reason := network.mismatch(hello)) is not None:
-        refusal = codec.encode(frames.Refusal(4409, reason))
+    code, reason = 4409, network.mismatch(hello)
+    if reason is None and not worker.covers(hello.models[0].id):
+        code, reason = 4403, f"the token is for {', '.join(worker.models)}, the worker serves {hello.models[0].id[:200]}"
+    if reason is not None:
+        refusal = codec.encode(frames.Refusal(code, reason))
         await (socket.send_str(refusal.decode()) if codec.is_text else socket.send_bytes(refusal))
-        await socket.close(code=4409, message=reason.encode()[:120])
+        await socket.close(code=code, message=reason.encode()[:120])
         return
     transport = request.transport
     assert transport is not None
-    slots = min(hello.slots, MOST_SLOTS)
-    await network.gateway.serve_worker(socket, transport.abort, codec, hello, worker, slots, LEASE_SECONDS)
+    terms = Terms(worker.id, worker.tier, min(hello.slots, worker.slots or MOST_SLOTS, MOST_SLOTS), network.model_id)
+    await network.gateway.serve_worker(socket, transport.abort, codec, hello, terms, LEASE_SECONDS)
+
+
+async def register(request: web.Request) -> web.Response:
+    """A token of tier open, for who asks.
+
+    Raises:
+        Forbidden: this gateway takes no strangers.
+        RateLimited: too many have asked.
+    """
+    network = network_of(request)
+    if network.registrar is None:
+        raise Forbidden("this gateway takes no strangers: ask its operator for a worker token")
+    body = Registered(network.registrar.register(request.remote or ""), "open")
+    return web.Response(body=msgspec.json.encode(body), status=201, content_type="application/json")
 
 
 async def _hello(socket: web.WebSocketResponse, codec: frames.Codec) -> frames.Hello:

@@ -16,13 +16,16 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto
 h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 p { margin: .25rem 0; color: var(--dim) }
 code { font-family: ui-monospace, monospace; font-size: .9em }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; margin: 1.5rem 0 }
+a { color: var(--busy) }
+dl { display: grid; grid-template-columns: repeat(4, 1fr); gap: .75rem; margin: 1.5rem 0 }
+@media (max-width: 40rem) { dl { grid-template-columns: repeat(2, 1fr) } }
 dl div { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .6rem .8rem }
 dt { color: var(--dim); font-size: .85rem } dd { margin: 0; font-size: 1.5rem; font-variant-numeric: tabular-nums }
 .table { overflow-x: auto }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: .4rem .75rem .4rem 0; border-bottom: 1px solid var(--line); white-space: nowrap }
-th { color: var(--dim); font-weight: 600; font-size: .85rem } .number { text-align: right }
+th { color: var(--dim); font-weight: 600; font-size: .85rem } th[scope=row] { color: var(--text); font-weight: 400 }
+.number { text-align: right }
 meter { width: 5rem; vertical-align: middle } .idle { color: var(--good) } .working { color: var(--busy) }
 .paused { color: var(--warn) } .leaving, .lost { color: var(--bad) }
 """
@@ -111,5 +114,5 @@ PAGE = f"""<!doctype html>
 <h2 id="title">Who is connected</h2>
 <div class="table" tabindex="0" role="region" aria-labelledby="title"><table id="workers" aria-labelledby="title">
 <thead><tr>{"".join(f'<th scope="col"{" class=" + kind if kind else ""}>{text}</th>' for text, kind in _COLUMNS)}</tr></thead>
-<tbody></tbody></table></div></main></body></html>
+<tbody></tbody></table></div></main><script>{_SCRIPT}</script></body></html>
 """

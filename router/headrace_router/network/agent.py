@@ -149,7 +149,8 @@ class Connection:
                 case frames.Welcome():
                     self.welcome = frame
                     log.info(
-                        "working for gateway %s as %s, %d slots; models in demand: %s", frame.gateway, frame.session,
+                        "working for gateway %s as %s, %s, %d slots; models in demand: %s", frame.gateway, frame.session,
+                        "on probation: probes come first" if frame.tier == "probation" else f"tier {frame.tier}",
                         frame.slots, ", ".join(frame.models) or "not told",
                     )
                 case JobFrame():

@@ -145,6 +145,7 @@ class Welcome(Struct, tag_field="t", tag="welcome"):
     heartbeat_s: float = HEARTBEAT
     lease_s: float = 0.0
     max_frame: int = MAX_FRAME
+    tier: str = "trusted"  # owner, trusted, open, or probation: it gets probes alone, and is welcomed again after them
     models: list[str] = []  # in demand
 
 

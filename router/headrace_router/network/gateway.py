@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
@@ -28,11 +29,12 @@ from headrace._common.tokenizing import Tokenizer
 from headrace_router.network import frames
 from headrace_router.network.broker import Broker
 from headrace_router.network.job_stream import NO_CAPACITY, Follower, JobStream
-from headrace_router.network.jobs import BEGINNING, Event, Holder, Job, JobStatus, Lease
+from headrace_router.network.jobs import BEGINNING, OPEN, PROBATION, TIERS, Event, Holder, Job, JobStatus, Lease
 from headrace_router.network.line import Line
 from headrace_router.network.metrics import NetworkMetrics
 from headrace_router.network.names import Names, call_name
 from headrace_router.network.output import JobOutput
+from headrace_router.network.probation import PROBES, make_probe, probe
 from headrace_router.network.session import Session
 from headrace_router.network.speed import Use
 from headrace_router.network.text_output import TextOutput, needs
@@ -45,6 +47,26 @@ CLOSE_SECONDS = 2.0  # for what the broker is to be told at the end
 HOPE_SECONDS = 1.0  # between looks for requests that nobody can serve
 RETRY_SECONDS = (1.0, 60.0)  # that a client who is turned away is told to wait, at least and at most
 CLASS_WEIGHTS = {"chat": 4.0, "agent": 2.0, "document": 1.0}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which a worker joins: who it is, how far it is trusted, what it may get at most, and the model in demand."""
+
+    worker: str  # id of its token
+    tier: str
+    slots: int
+    model: str
+
+    @property
+    def is_stranger(self) -> bool:
+        """Does it have to answer probes first?"""
+        return self.tier == "open"
+
+    @property
+    def first_slots(self) -> int:
+        """Slots that it begins with."""
+        return 1 if self.is_stranger else self.slots
 
 
 class Gateway:
@@ -82,7 +104,8 @@ class Gateway:
         own = origin is not None and origin.made and name == origin.request_id
         job = Job(
             name if own and name is not None else secrets.token_hex(16), f"{tenant.name}/{request.workload}",
-            tenant.weight * CLASS_WEIGHTS[request.workload], request, needs(request, self._leading), origin=origin,
+            tenant.weight * CLASS_WEIGHTS[request.workload], request, needs(request, self._leading),
+            TIERS[request.min_tier], origin=origin,
         )
         if not self._is_hopeful(job):
             raise NoCapacity(self._lack(job), 5.0)
@@ -91,16 +114,14 @@ class Gateway:
             stream.fail(GenerationFailed(self._closed))
             return stream
         self._streams.add(stream)
-        for known in {job.id, name or job.id}:
-            self.names.add(tenant.name, known, job.id)
-        self._later(self._admit(job, stream))
+        self._later(self._admit(job, stream, {job.id, name or job.id}))
         return stream
 
     def _given_up(self, stream: JobStream) -> None:
         if self._closed is None or not stream.kept:
             self._later(self.broker.cancel(stream.job, "disconnect"))
 
-    async def _admit(self, job: Job, stream: JobStream) -> None:
+    async def _admit(self, job: Job, stream: JobStream, names: set[str]) -> None:
         try:
             position = await self.broker.submit(job)
         except QueueFull as error:
@@ -110,6 +131,8 @@ class Gateway:
             stream.admitted.set_exception(error)
             stream.admitted.exception()  # who does not wait for it reads the stream
             return
+        for name in names:
+            self.names.add(job.request.tenant.name, name, job.id)
         if stream.done:  # its reader left before it was here
             await self.broker.cancel(job.id, "disconnect")
         self._waiting[job.id] = job
@@ -203,7 +226,8 @@ class Gateway:
         if not self.broker.holders:
             return "no worker is connected"
         asked = f" and has {', '.join(sorted(job.needs))}" if job.needs else ""
-        return f"no connected worker takes a request of {job.total_tokens} tokens{asked}"
+        tier = "" if job.min_tier == OPEN else f" of tier {job.request.min_tier}"
+        return f"no connected worker{tier} takes a request of {job.total_tokens} tokens{asked}"
 
     async def _refuse_hopeless(self) -> None:
         now = time.monotonic()
@@ -319,14 +343,19 @@ class Gateway:
     # --- workers ---
 
     async def serve_worker(
-        self, socket: web.WebSocketResponse, abort: Callable[[], None], codec: frames.Codec, hello: frames.Hello, worker: str,
-        slots: int, lease: float,
+        self, socket: web.WebSocketResponse, abort: Callable[[], None], codec: frames.Codec, hello: frames.Hello, terms: Terms,
+        lease: float,
     ) -> None:
         """One worker's connection, from its welcome to its end. `abort`: cuts the socket."""
         name = secrets.token_hex(8)
         line = Line(name, socket, codec, abort)
-        session = Session(name, worker, line, hello, slots, self.broker, self.metrics, self.dispatch)
-        line.send(frames.Welcome(name, self.id, slots, lease_s=lease))
+        session = Session(name, terms.worker, line, hello, terms.first_slots, self.broker, self.metrics, self.dispatch)
+        session.holder = replace(session.holder, tier=PROBATION if terms.is_stranger else TIERS[terms.tier])
+
+        def welcome() -> None:
+            line.send(frames.Welcome(name, self.id, session.slots, lease_s=lease, tier=session.tier, models=[terms.model]))
+
+        welcome()
 
         def revoked(job: str, attempt: int, why: str) -> None:
             session.revoke(job, attempt, why)
@@ -339,8 +368,28 @@ class Gateway:
             return
         self.sessions[name] = session
         self._seen[name] = (time.monotonic(), session.holder)
-        log.info("worker %s (token %s) joined: %s, %d slots", name, worker, session.model.format, slots)
+        log.info(
+            "worker %s (token %s, %s) joined: %s, %d slots", name, terms.worker, session.tier, session.model.format,
+            session.slots,
+        )
         reason = "the connection was lost"
+
+        async def examine() -> None:
+            for _ in range(PROBES):
+                wrong = await probe(self.broker, name, make_probe(self._tokenizer))
+                if name not in self.sessions:
+                    return
+                if wrong is not None:
+                    session.close(4403, f"a probe failed: {wrong}")
+                    return
+            session.slots, session.holder = terms.slots, replace(session.holder, tier=OPEN)
+            await self.broker.attach(session.holder, revoked)
+            welcome()
+            log.info("worker %s has answered its probes: %d slots", name, session.slots)
+            await self.dispatch()
+
+        if terms.is_stranger:
+            self._later(examine())
         try:
             await self.dispatch()
             reason = await session.run()

@@ -34,10 +34,9 @@ class JobStream(TokenStream):
         self.admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.names: deque[str] | None = None
 
-    def number(self) -> deque[str]:
-        """Have the ids of events kept, from now on."""
+    def number(self) -> None:
+        """Have the ids of events kept: to be called before there are any."""
         self.names = deque()
-        return self.names
 
 
 class Follower:
@@ -78,7 +77,7 @@ class Follower:
         if event.token is not None:
             if self._last_token is None:
                 metrics.first_token.observe(now - self._submitted)
-            else:
+            elif now > self._last_token:  # tokens that come together have one gap before them
                 metrics.gap_at_client.observe(now - self._last_token)
             self._last_token = now
         elif event.kind in TERMINAL:

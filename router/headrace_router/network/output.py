@@ -123,6 +123,8 @@ class JobOutput(Output):
         for place, (_, _, index, token_id, logprob, _, top) in enumerate(rows):
             if index != first + place or not 0 <= token_id < self._vocab_size:
                 raise Malformed(f"token {token_id} at {index} does not follow")
+            if index >= self.lease.job.request.max_new_tokens:
+                raise Malformed(f"token {index} is more than was asked for")
             if index < self.length or end is not None:
                 self.duplicates += end is None
                 continue  # is in the log; or beyond the end

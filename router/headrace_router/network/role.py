@@ -16,6 +16,7 @@ from headrace_router.network.frames import TEXT, Hello
 from headrace_router.network.gateway import Gateway
 from headrace_router.network.jobs import Policy
 from headrace_router.network.memory import MemoryBroker
+from headrace_router.network.registrar import Registrar
 from headrace_router.network.tokens import WorkerTokens
 from headrace_router.presets import Preset
 from headrace_router.settings import RouterSettings, broker_problem
@@ -70,6 +71,7 @@ class Network:
     model_id: str
     model_sha: str | None
     tokenizer_hash: str
+    registrar: Registrar | None  # who gives tokens to strangers, if they may join
 
     def mismatch(self, hello: Hello) -> str | None:
         """Why a worker cannot serve this gateway's model, naming both sides; None if it can.
@@ -91,17 +93,17 @@ class Network:
         return None
 
     async def watch(self) -> None:
-        """Read the workers' tokens again when they change, and cut off the revoked; never returns."""
+        """Read the workers' tokens again when they change, and cut off those whose token does not count; never returns."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             try:
-                changed = self.tokens.reload()
+                self.tokens.reload()
             except StartupError as error:
                 log.error("the worker tokens are not reloaded: %s", error)
                 continue
-            for session in list(self.gateway.sessions.values()) if changed else []:
-                if not self.tokens.valid(session.worker):
-                    session.close(4401, "the token was revoked")
+            for session in list(self.gateway.sessions.values()):
+                if (lapse := self.tokens.lapse(session.worker)) is not None:
+                    session.close(4401, lapse)
 
 
 def policy(settings: RouterSettings, tuned: Preset) -> Policy:

@@ -42,6 +42,10 @@ def test_classes_are_bounded_by_the_tenant() -> None:
     tenants, key = Tenants(None, Source()), {"x-api-key": "k"}
     assert identify(CIMultiDict(key), tenants).workload == "document"
     assert identify(CIMultiDict({**key, "X-Headrace-Class": "agent"}), tenants).workload == "agent"
+    assert identify(CIMultiDict(key), tenants).min_tier == "trusted"
+    assert identify(CIMultiDict({**key, "X-Headrace-Min-Tier": "open"}), tenants).min_tier == "open"
+    with pytest.raises(InvalidRequest, match="owner"):
+        identify(CIMultiDict({**key, "X-Headrace-Min-Tier": "any"}), tenants)
     with pytest.raises(Forbidden, match=r"chat.*document, agent"):
         identify(CIMultiDict({**key, "X-Headrace-Class": "chat"}), tenants)
     with pytest.raises(InvalidRequest, match="chat, agent, document"):

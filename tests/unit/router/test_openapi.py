@@ -55,15 +55,15 @@ def test_operation_ids_are_unique() -> None:
 def test_each_route_says_what_it_takes_and_answers(route: Route) -> None:
     shown = route.method, re.sub(r":[^}]*", "", route.path)
     operation = next(operation for method, path, operation in operations() if (method, path) == shown)
-    assert ("security" in operation) == (route.method == "POST" or route.own)
-    assert ("requestBody" in operation) == (route.method == "POST")
+    assert ("security" in operation) == route.keyed
+    assert ("requestBody" in operation) == (route.method == "POST" and not route.public)
     content = operation["responses"][str(route.status)].get("content", {})
     assert ("text/event-stream" in content) == (route.events is not None)
     assert (route.media in content) == (route.reply is not None)
-    if route.method == "POST":
+    if route.method == "POST" and not route.public:
         names = {resolved(parameter)["name"] for parameter in operation["parameters"]}
         assert {"X-Request-Id", "X-Headrace-Class"} <= names
-        assert ("X-Request-Timeout-Ms" in names) == ("token" not in route.path)
+        assert ("X-Request-Timeout-Ms" in names) == ("X-Headrace-Min-Tier" in names) == ("token" not in route.path)
         assert {"400", "401", "403", "408", "413", "415", "429"} <= set(operation["responses"])
         assert "Retry-After" in operation["responses"]["429"]["headers"]
 

@@ -20,7 +20,7 @@ from headrace_router.network.frames import TEXT, Model
 from headrace_router.network.lender import Lender
 from headrace_router.network.upstream.detect import Found, detect
 from headrace_router.network.upstream.engine import CONNECT_SECONDS, UpstreamEngine
-from headrace_router.settings import RouterSettings, UpstreamSettings
+from headrace_router.settings import LendingSettings, RouterSettings
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def describe(found: Found, settings: RouterSettings) -> Model:
     )
 
 
-async def lend(settings: RouterSettings, upstream: UpstreamSettings, ready: Callable[[str], None]) -> None:
+async def lend(settings: RouterSettings, upstream: LendingSettings, ready: Callable[[str], None]) -> None:
     """Work until SIGTERM or SIGINT; `ready` is told what is lent.
 
     Raises:
@@ -48,7 +48,9 @@ async def lend(settings: RouterSettings, upstream: UpstreamSettings, ready: Call
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        nohup = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+        if not nohup:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
     working = asyncio.create_task(work(settings, upstream, ready))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -59,7 +61,7 @@ async def lend(settings: RouterSettings, upstream: UpstreamSettings, ready: Call
         await working
 
 
-async def work(settings: RouterSettings, upstream: UpstreamSettings, ready: Callable[[str], None]) -> None:
+async def work(settings: RouterSettings, upstream: LendingSettings, ready: Callable[[str], None]) -> None:
     """Work until it is cancelled; raises what `lend` raises."""
     url = (upstream.upstream or "").rstrip("/").removesuffix("/v1")
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
