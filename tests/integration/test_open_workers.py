@@ -69,12 +69,20 @@ async def test_a_stranger_gets_probes_and_then_what_callers_allow_it(net: Net) -
     refused = await ask(net)
     assert (refused.status, "of tier trusted" in refused.json["error"]["message"]) == (503, True)
     allowed = await ask(net, **OPEN)
-    job = await worker.next("job")
-    assert job["job"] == allowed.json["id"]
+    more = [(await ask(net, **OPEN)).json["id"] for _ in range(2)]
+    given = [(await worker.next("job"))["job"] for _ in range(3)]
+    assert given == [allowed.json["id"], *more]
     own = await net.scripted()
     assert (await own.next("welcome"))["tier"] == "owner"
     waits = await ask(net, **{"X-Headrace-Min-Tier": "owner"})
     assert (await own.next("job"))["job"] == waits.json["id"]
+
+
+async def test_a_stranger_that_leaves_takes_its_probe_along(net: Net) -> None:
+    worker = await stranger(net)
+    await worker.next("job")
+    worker.cut()
+    await until(lambda: not net.gateway.sessions and net.gateway.waiting + net.gateway.running == 0)
 
 
 @pytest.mark.parametrize("how", ["outside the vocabulary", "a gap", "nothing", "a failure", "too much"])

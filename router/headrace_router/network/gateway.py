@@ -159,7 +159,10 @@ class Gateway:
 
     def start(self) -> list[asyncio.Task[None]]:
         """Start the task that watches the clock; it never ends by itself."""
-        self.broker.on_work = lambda: self._later(self.dispatch())
+        def on_work() -> None:
+            self._later(self.dispatch())
+
+        self.broker.on_work = on_work
         return [asyncio.create_task(self._sweep(), name="gateway-sweep")]
 
     async def close(self, reason: str) -> None:
@@ -296,10 +299,11 @@ class Gateway:
         """Does anybody read the job's events?"""
         return job in self._readers
 
-    def _later(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _later(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -377,8 +381,6 @@ class Gateway:
         async def examine() -> None:
             for _ in range(PROBES):
                 wrong = await probe(self.broker, name, make_probe(self._tokenizer))
-                if name not in self.sessions:
-                    return
                 if wrong is not None:
                     session.close(4403, f"a probe failed: {wrong}")
                     return
@@ -388,8 +390,7 @@ class Gateway:
             log.info("worker %s has answered its probes: %d slots", name, session.slots)
             await self.dispatch()
 
-        if terms.is_stranger:
-            self._later(examine())
+        examining = self._later(examine()) if terms.is_stranger else None
         try:
             await self.dispatch()
             reason = await session.run()
@@ -398,6 +399,8 @@ class Gateway:
             session.close(1013, reason)
             await line.closed()
         finally:
+            if examining is not None:
+                examining.cancel()
             del self.sessions[name]
             self._seen[name] = (time.monotonic(), session.holder)
             self.metrics.unknown_frames += line.unknown

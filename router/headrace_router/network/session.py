@@ -50,7 +50,7 @@ class Session:
         self.model = hello.models[0]
         self.speaks_text = frames.TEXT in self.model.features
         self.outputs: dict[str, JobOutput | TextOutput] = {}
-        self.offered = slots if hello.capacity is None else max(hello.capacity, 0)  # jobs that its lender lets it take now
+        self.offered = hello.slots if hello.capacity is None else max(hello.capacity, 0)  # jobs that its lender gives
         self.holder = Holder(
             name, self.model.format, self.model.max_total, features=features.offered(self.model),
             resumes=features.resumes(self.model.features),
@@ -60,7 +60,7 @@ class Session:
         self.leaving = False
         self.round_trip: float | None = None  # seconds, of the last ping
         self._broker, self._metrics, self._freed = broker, metrics, freed
-        self._claimed = slots  # jobs that it could hold by its last status
+        self._claimed = hello.slots  # jobs that it could hold by its last status
         self._kv_tokens: int | None = None  # that its jobs could grow to by its last status
         self._rests_until = 0.0  # time.monotonic(): it has said that it is busy
         self._last_token = 0.0  # time.monotonic()
