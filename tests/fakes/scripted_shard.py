@@ -77,6 +77,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         self.room = max_batch_size  # rows that fit; fewer than max_batch_size: RESOURCE_EXHAUSTED
         self.poison: int | None = None  # a prompt with this token id is refused
         self.healthy = True
+        self.cached_tokens = 0  # of every prompt, as it tells with the first token
         self.features = ["prompt_logprobs", "grammar"]
         self.batches: dict[int, Batch] = {}
         self.prefills: list[pb.PrefillRequest] = []  # everything that was asked for, in order
@@ -273,9 +274,11 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
             reason = pb.Detail.LENGTH
         else:
             reason = pb.Detail.UNFINISHED
-        if reason or request.HasField("want"):
+        cached = 0 if row.begun else self.cached_tokens
+        if reason or cached or request.HasField("want"):
             detail = step.details.add(
                 request_id=request.id, is_end=bool(reason), finish_reason=reason, seed=request.sampling.seed,
+                cached_tokens=cached,
                 prompt_tokens=len(request.token_ids.ids) - request.generated, generated_tokens=row.generated,
             )
             if count := request.want.top_n_tokens:

@@ -88,7 +88,7 @@ class Upstream:
 
 
 def data(**event: Any) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + json.dumps(event, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n\n"
 
 
 def choice(text: str, finish: str | None = None, **more: Any) -> bytes:

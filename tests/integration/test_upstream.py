@@ -123,6 +123,8 @@ async def test_a_client_that_goes_ends_the_connection(net: Net) -> None:
     ("vllm", data(error={"message": "slot is lost", "type": "InternalServerError", "code": 500})),
     ("tgi", data(error="slot is lost", error_type="generation")),
     ("vllm", b"data: {\n\n"), ("tgi", data(choices=[])), ("llama.cpp", choice("x", "abort")), ("vllm", b""),
+    ("vllm", choice("x", token_ids=["a"])), ("tgi", token(68, "x" * 5000)), ("vllm", b"data: [1]\n\n"),
+    ("tgi", b"data:" + b"x" * 2**21),
 ])
 async def test_an_error_is_one_jobs(net: Net, kind: str, chunk: bytes) -> None:
     """It is told where there is no other worker, and the connection to the gateway stays."""
@@ -137,6 +139,15 @@ async def test_an_error_is_one_jobs(net: Net, kind: str, chunk: bytes) -> None:
         end = token(68, "b", EOS) if kind == "tgi" else choice("b", "stop")
         server.chunks = [end]
         assert (await generate(net))["generated_text"] == "b"
+
+
+async def test_text_is_text_and_no_more_than_was_asked_for(net: Net) -> None:
+    async with upstream("vllm") as server, lent(net, server):
+        server.chunks, server.hold = [choice("a\ud83d")] * 3, True
+        server.chunks = [chunk.replace("\ud83d".encode("utf-8", "surrogatepass"), b"\\ud83d") for chunk in server.chunks]
+        made = await generate(net, max_new_tokens=2)
+        assert (made["generated_text"], made["details"]["finish_reason"]) == ("a?a?", "length")
+        await until(lambda: server.gone == 1, 4.0)
 
 
 async def test_a_lost_server_is_left_alone_until_it_answers(net: Net) -> None:

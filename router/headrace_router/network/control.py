@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from headrace._common.errors import StartupError
 from headrace_router.network.agent import Agent
 
 log = logging.getLogger(__name__)
@@ -49,10 +50,16 @@ class Control:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Make the socket, for this user alone; its folder is the user's."""
+        """Make the socket, for this user alone; its folder is the user's.
+
+        Raises:
+            StartupError: it cannot be made.
+        """
         before = os.umask(0o177)
         try:
             self._server = await asyncio.start_unix_server(self._answer, self._path, limit=LONGEST)
+        except OSError as error:
+            raise StartupError(f"cannot make the control socket {self._path}: {error.strerror or error}") from None
         finally:
             os.umask(before)
 

@@ -77,7 +77,7 @@ class Follower:
         if event.token is not None:
             if self._last_token is None:
                 metrics.first_token.observe(now - self._submitted)
-            else:
+            elif now > self._last_token:  # tokens that come together have one gap before them
                 metrics.gap_at_client.observe(now - self._last_token)
             self._last_token = now
         elif event.kind in TERMINAL:

@@ -18,7 +18,7 @@ class NetworkMetrics:
         self.queue_wait = Histogram(DURATIONS)  # from submission to the first worker
         self.attempts = Histogram(ATTEMPTS)  # of ended requests
         self.first_token = Histogram(DURATIONS)  # from submission
-        self.gap_at_worker = Histogram(DURATIONS)  # between two tokens of a request, as they come from the worker
+        self.gap_at_worker = Histogram(DURATIONS)  # before tokens of a request, as they come from the worker
         self.gap_at_client = Histogram(DURATIONS)  # as they go to the client
         self.round_trip = Histogram(DURATIONS)  # of a ping to a worker
         self.cancel_latency = Histogram(DURATIONS)  # from a cancel to the worker's answer

@@ -251,9 +251,11 @@ class Session:
 
     def _measure(self, output: JobOutput | TextOutput, tokens: int, now: float) -> None:
         self._metrics.duplicates += output.duplicates
+        output.heard = True
+        if not tokens:
+            return
         self.tokens += tokens
         self._work += tokens
-        output.heard = True
         if output.last_token is not None:
             self._metrics.gap_at_worker.observe(now - output.last_token)
         else:

@@ -49,7 +49,7 @@ class Api(Protocol):
         ...
 
 
-def _end(reason: str) -> End:
+def end_of(reason: str) -> End:
     """
     Raises:
         GenerationFailed: the output was cut for a reason that no client would expect.
@@ -96,11 +96,11 @@ class Tgi:
         if "error" in event:
             raise _failed(event["error"])
         told = event["token"]
-        token = Token(told["id"], told["logprob"], "" if told["special"] else told["text"], told["special"])
+        token = Token(told["id"], _known(told["logprob"]), "" if told["special"] else told["text"], told["special"])
         if tops := event.get("top_tokens"):
             token.top = [TopToken(top["id"], top["logprob"]) for top in tops]
         if details := event.get("details"):
-            token.end = _end(details["finish_reason"])
+            token.end = end_of(details["finish_reason"])
         return [token]
 
 
@@ -150,7 +150,7 @@ class OpenAI:
         tokens = _tokens(choice.get("text") or "", choice.get("token_ids"), choice.get("logprobs") or {})
         if (reason := choice.get("finish_reason")) is not None:
             tokens = tokens or [Token(UNKNOWN, math.nan, "", False)]
-            tokens[-1].end = _end(reason)
+            tokens[-1].end = end_of(reason)
         return tokens
 
 
@@ -164,7 +164,11 @@ def _tokens(text: str, ids: list[int] | None, logprobs: dict[str, Any]) -> list[
     if ids is not None:
         values = values if len(values) == len(ids) else [math.nan] * len(ids)
         texts = texts if len(texts) == len(ids) and "".join(texts) == text else [text, *[""] * (len(ids) - 1)]
-        return [Token(i, value, part, False) for i, value, part in zip(ids, values, texts, strict=False)]
+        return [Token(i, _known(value), part, False) for i, value, part in zip(ids, values, texts, strict=False)]
     if len(texts) == len(values) and "".join(texts) == text:
-        return [Token(UNKNOWN, value, part, False) for value, part in zip(values, texts, strict=True)]
+        return [Token(UNKNOWN, _known(value), part, False) for value, part in zip(values, texts, strict=True)]
     return [Token(UNKNOWN, math.nan, text, False)] if text else []
+
+
+def _known(logprob: float | None) -> float:
+    return math.nan if logprob is None else logprob

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,8 +14,10 @@ import aiohttp
 
 from headrace._common.errors import GenerationFailed, HeadraceError, Overloaded
 from headrace_router.network.frames import JobFrame
-from headrace_router.network.upstream.apis import Api
+from headrace_router.network.text_output import LONGEST_TEXT
+from headrace_router.network.upstream.apis import UNKNOWN, Api, end_of
 from headrace_router.streams import TokenStream
+from headrace_router.types import Token
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +72,16 @@ class UpstreamEngine:
             if response.status != 200:
                 text = (await response.content.read(2000)).decode("utf-8", "replace")
                 raise GenerationFailed(f"the upstream answers {response.status}: {text[:300]}")
-            told = events(response)
+            told, left = events(response), job.params.max_new_tokens
             async for event in told:
                 for token in self._api.read(event):
+                    _check(token)
+                    left -= bool(token.text or token.id >= 0)
+                    if left < 0:  # it has not counted
+                        token = Token(UNKNOWN, math.nan, "", False, end=end_of("length"))
                     stream.put(token)
+                    if stream.done:
+                        break
                 if stream.done:
                     break
             with contextlib.suppress(TimeoutError):  # what it says beside the output; then the connection can be used again
@@ -93,6 +102,21 @@ class UpstreamEngine:
                 return reply.status < 500
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
+
+
+def _check(token: Token) -> None:
+    """Make a token of what a server has told one that can be sent on.
+
+    Raises:
+        TypeError: a member is of another type.
+        ValueError: its text is longer than any token's.
+    """
+    if not isinstance(token.id, int) or not isinstance(token.logprob, int | float) or not isinstance(token.text, str):
+        raise TypeError("a token's id, log probability or text is of another type")
+    if len(token.text) > LONGEST_TEXT:
+        raise ValueError(f"a token of {len(token.text)} characters")
+    if not token.text.isascii():
+        token.text = token.text.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

@@ -48,7 +48,9 @@ async def lend(settings: RouterSettings, upstream: LendingSettings, ready: Calla
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        nohup = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+        if not nohup:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
     working = asyncio.create_task(work(settings, upstream, ready))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
