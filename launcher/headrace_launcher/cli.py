@@ -73,9 +73,15 @@ serve_command = click.Command(
 worker_command = click.Group(
     "worker", callback=_worker, params=[*options.parameters(LendingSettings), *_group_parameters(True)],
     context_settings=_CONTEXT, invoke_without_command=True,
-    help="Lend this machine to a gateway (--gateway): serve a model, and run the gateway's requests too, or have a running "
-    "server do so (--upstream). The port of its own API is a free one unless --port says otherwise. Ctrl-C gives back what "
-    "runs, at once; nothing of it is lost.",
+    help="""Lend this machine to a gateway.
+
+    \b
+    headrace worker --gateway wss://HOST                        serve the gateway's model, and run its requests
+    headrace worker --gateway wss://HOST --upstream http://...  have a server that runs already do so
+    headrace worker status | pause [NAME] | resume [NAME]       of the workers on this machine
+
+    Without --worker-token-file the worker registers itself, where the gateway takes strangers, and keeps its token for next
+    time. Its own API is on a free port unless --port says otherwise. Ctrl-C gives back what runs, at once; nothing is lost.""",
 )
 
 

@@ -132,7 +132,8 @@ class Router:
             self._tasks.append(asyncio.create_task(network.watch(), name="worker-tokens-watch"))
         if settings.gateway is not None:
             model = Model(
-                self.service.model_name, settings.model_sha, shard.info.quantization or shard.info.dtype, tokenizer_hash,
+                joining.told_name(self.service.model_name), settings.model_sha,
+                shard.info.quantization or shard.info.dtype, tokenizer_hash,
                 limits.max_input_tokens, limits.max_total_tokens, list(shard.info.features),
             )
             assert isinstance(batcher, Batcher)

@@ -51,20 +51,24 @@ async def test_llama_cpp(net: Net) -> None:
         session = next(iter(net.gateway.sessions.values()))
         assert (session.slots, session.model.max_total, session.model.format) == (2, 512, "text from llama.cpp")
         told = {"content": [{"id": 70, "token": "né", "bytes": [], "logprob": -0.5, "top_logprobs": []}]}
+        part = {"content": [{"id": 71, "token": "\ufffd", "bytes": [150], "logprob": -0.5, "top_logprobs": []}]}
         whole = b"".join([
-            choice(""), choice("né", logprobs=told), b": ping\n\n", choice(" the  sky"), choice("", "stop"), DONE,
+            choice(""), choice("né", logprobs=told), b": ping\n\n", choice(" the  sky"),
+            choice("世", logprobs=part), choice("", "stop"), DONE,
         ])
         server.chunks = [bytes([byte]) for byte in whole]
         made = await generate(net, temperature=0.5, top_k=3, seed=2**40 + 5, repetition_penalty=1.1)
-        assert made["generated_text"] == "né the  sky"
+        assert made["generated_text"] == "né the  sky世"
         assert made["details"]["finish_reason"] == "eos_token"
         tokens = made["details"]["tokens"]
         assert (tokens[0]["id"], tokens[0]["text"], tokens[0]["logprob"]) == (70, "né", -0.5)
-        assert "".join(t["text"] for t in tokens) == "né the  sky<|im_end|>"
+        assert "".join(t["text"] for t in tokens) == "né the  sky世<|im_end|>"
+        assert 71 not in [t["id"] for t in tokens]
         assert {k: server.bodies[0][k] for k in ("model", "prompt", "max_tokens", "temperature", "top_k", "seed")} == {
             "model": "/models/scripted", "prompt": "hello", "max_tokens": 20, "temperature": 0.5, "top_k": 3, "seed": 5,
         }
         assert server.bodies[0]["repeat_penalty"] == pytest.approx(1.1)
+        assert (server.bodies[0]["min_p"], server.bodies[0]["top_p"]) == (0, 1)  # not its own defaults
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
         await generate(net, grammar={"type": "json", "value": schema})
         assert server.bodies[1]["json_schema"] == schema

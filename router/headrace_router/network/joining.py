@@ -8,7 +8,7 @@ import os
 import re
 import urllib.error
 import urllib.request
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -86,6 +86,11 @@ def demanded_model(gateway: str, insecure: bool) -> str:
     if "/" in name and not HUB_ID.fullmatch(name):
         raise StartupError(f"the gateway {gateway} serves {name[:200]}, which is no hub id: give --model-id")
     return name
+
+
+def told_name(model: str) -> str:
+    """What a gateway is told as a model's name: not where on this machine its files are."""
+    return PurePath(model).name if PurePath(model).is_absolute() or model.startswith((".", "~")) else model
 
 
 def data_folder() -> Path:

@@ -14,13 +14,13 @@ from headrace._common import options
 from headrace_launcher import arguments, tgi_flags
 from headrace_launcher.arguments import Plan
 from headrace_launcher.settings import LauncherSettings
-from headrace_router.settings import RouterSettings
+from headrace_router.settings import LendingSettings, RouterSettings
 from headrace_shard.settings import ShardSettings
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cls in (LauncherSettings, RouterSettings, ShardSettings):
+    for cls in (LauncherSettings, LendingSettings, RouterSettings, ShardSettings):
         for field in dataclasses.fields(cls):
             if name := options.env_name(field):
                 monkeypatch.delenv(name, raising=False)
@@ -216,10 +216,45 @@ def test_a_gateway_has_no_shards_and_needs_a_token_file() -> None:
     assert not plan().is_gateway
     assert "--worker-token-file" in refusal("--role", "gateway")
     assert "--num-shard 2" in refusal("--role", "gateway", "--worker-token-file", "t", "--num-shard", "2")
-    assert "--broker redis://x" in refusal("--role", "gateway", "--worker-token-file", "t", "--broker", "redis://x")
+    assert "--broker ftp... must be" in refusal("--role", "gateway", "--worker-token-file", "t", "--broker", "ftp://x")
     assert "contradict" in refusal("--role", "gateway", "--worker-token-file", "t", "--gateway", "wss://x")
 
 
 @pytest.mark.parametrize("flags", [("--max-queue-time", "3"), ("--slots", "3"), ("--insecure",), ("--worker-token-file", "t")])
 def test_flags_of_another_role_are_refused(flags: tuple[str, ...]) -> None:
     assert flags[0] in refusal(*flags)
+
+
+def given(*argv: str) -> dict[str, Any]:
+    """The values of a command line of `headrace worker`."""
+    made: list[dict[str, Any]] = []
+
+    def callback(**values: Any) -> None:
+        made.append(values)
+
+    params = [*options.parameters(LendingSettings), *arguments.parameters(True)]
+    click.Command("worker", callback=callback, params=params).main(list(argv), standalone_mode=False)
+    return made[0]
+
+
+def test_a_worker_serves_what_its_gateway_wants_on_a_free_port() -> None:
+    made = arguments.worker_plan(given("--gateway", "wss://x", "--pause-above-load", "2.5"))
+    assert made.router is not None
+    assert (made.router.port, made.router.pause_above_load, made.lends_what_is_wanted) == (0, 2.5, True)
+    assert arguments.router_command(made.router).count("--pause-above-load") == 1
+    named = arguments.worker_plan(given("--gateway", "wss://x", "--model-id", "m", "--port", "81"))
+    assert named.router is not None
+    assert (named.router.port, named.lends_what_is_wanted) == (81, False)
+    for flags, text in ((("--slots", "2"), "--gateway"), (("--gateway", "wss://x", "--upstream-api", "tgi"), "--upstream-api")):
+        with pytest.raises(click.UsageError, match=text):
+            arguments.worker_plan(given(*flags))
+
+
+def test_a_worker_that_lends_a_server_has_few_flags() -> None:
+    assert arguments.lending(given("--gateway", "wss://x")) is None
+    lent = arguments.lending(given("--gateway", "wss://x", "--upstream", "http://u", "--slots", "3", "--model-id", "m"))
+    assert lent is not None
+    assert (lent[0].slots, lent[0].model_id, lent[1].upstream, lent[1].upstream_api) == (3, "m", "http://u", "auto")
+    for flags, text in ((("--num-shard", "2", "--gateway", "wss://x"), "--num-shard"), ((), "--gateway")):
+        with pytest.raises(click.UsageError, match=text):
+            arguments.lending(given("--upstream", "http://u", *flags))

@@ -106,7 +106,9 @@ class Tgi:
 
 @dataclass(frozen=True)
 class OpenAI:
-    """`/v1/completions`. `names`: what this server calls parameters beyond OpenAI's; `extra`: what it is told always."""
+    """`/v1/completions`. `names`: what this server calls parameters beyond OpenAI's; `extra`: what it is told unless a job says
+    otherwise, such as that nothing is cut off, where it would do so by default.
+    """
 
     model: str
     names: Mapping[str, str] = field(default_factory=dict)
@@ -139,7 +141,7 @@ class OpenAI:
             schema = json.loads(given.grammar[1])
             wrapped = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
             body[self.schema] = wrapped if self.schema == "response_format" else schema
-        return {**body, **self.extra}
+        return {**self.extra, **body}
 
     def read(self, event: dict[str, Any]) -> list[Token]:
         if "error" in event:
@@ -158,7 +160,10 @@ def _tokens(text: str, ids: list[int] | None, logprobs: dict[str, Any]) -> list[
     """A chunk of a completion as tokens: as many as are told one by one, else one for all of its text."""
     if (content := logprobs.get("content")) is not None:  # llama.cpp's form
         texts, values = [entry["token"] for entry in content], [entry["logprob"] for entry in content]
-        ids = [entry["id"] for entry in content] if ids is None and all("id" in entry for entry in content) else ids
+        if "".join(texts) != text:  # the last token alone, of several that share a character
+            texts, values = [], []
+        elif all("id" in entry for entry in content):
+            ids = [entry["id"] for entry in content]
     else:
         texts, values = logprobs.get("tokens") or [], logprobs.get("token_logprobs") or []
     if ids is not None:

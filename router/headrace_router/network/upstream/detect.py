@@ -31,6 +31,12 @@ _LLAMA = {
 }
 
 
+# What turns their own defaults off.
+_OFF = {"top_p": 1.0, "min_p": 0.0}
+_VLLM_OFF = {**_OFF, "top_k": -1, "repetition_penalty": 1.0}  # a model's generation_config.json would count
+_LLAMA_OFF = {**_OFF, "top_k": 0, "typical_p": 1.0, "repeat_penalty": 1.0}
+
+
 @dataclass(frozen=True)
 class Found:
     """A server. `max_total`: its window in tokens, None if it does not say."""
@@ -77,11 +83,11 @@ async def _detect(client: aiohttp.ClientSession, url: str, api: str, model: str 
     name = str(entry["id"])
     props = await _ask(client, f"{url}/props")
     if isinstance(props, dict) and isinstance(props.get("default_generation_settings"), dict):
-        api_of = OpenAI(name, _LLAMA, frozenset({"json_schema"}), "json_schema", {"logprobs": 1})
+        api_of = OpenAI(name, _LLAMA, frozenset({"json_schema"}), "json_schema", {**_LLAMA_OFF, "logprobs": 1})
         window = _number(props["default_generation_settings"], "n_ctx")
         return Found("llama.cpp", api_of, name, window, _number(props, "total_slots") or 1)
     window = _number(entry, "max_model_len")
-    extra = {"logprobs": 0, "return_token_ids": True}
+    extra = {**_VLLM_OFF, "logprobs": 0, "return_token_ids": True}
     if is_tgi and info.get("router") == "headrace-router":
         names = {**_VLLM, "typical_p": "typical_p"}
         api_of = OpenAI(name, names, frozenset({"json_schema"}), extra=extra)
@@ -89,7 +95,7 @@ async def _detect(client: aiohttp.ClientSession, url: str, api: str, model: str 
                      tokenizer_hash=info.get("tokenizer_hash"))
     if entry.get("owned_by") == "vllm":
         return Found("vllm", OpenAI(name, _VLLM, frozenset({"json_schema"}), extra=extra), name, window)
-    return Found("openai", OpenAI(name), name, window)
+    return Found("openai", OpenAI(name, extra={"top_p": 1.0}), name, window)
 
 
 def _choose(listed: Any, url: str, model: str | None) -> dict[str, Any]:

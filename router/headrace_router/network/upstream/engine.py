@@ -52,20 +52,21 @@ class UpstreamEngine:
     async def _run(self, job: JobFrame, stream: TokenStream) -> None:
         try:
             await self._read(job, stream)
-            if not stream.done:
-                stream.fail(GenerationFailed("the upstream's stream ended before its output did"))
-        except HeadraceError as error:
-            stream.fail(error)
-        except _STRANGE as error:
-            stream.fail(GenerationFailed(f"the upstream's answer is not of its API: {type(error).__name__} {error}"[:300]))
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            if isinstance(error, aiohttp.ClientConnectionError) and self.available:
-                log.warning("the upstream is lost: %s", error)
+            error: HeadraceError = GenerationFailed("the upstream's stream ended before its output did")
+        except HeadraceError as failure:
+            error = failure
+        except _STRANGE as strange:
+            error = GenerationFailed(f"the upstream's answer is not of its API: {type(strange).__name__} {strange}"[:300])
+        except (aiohttp.ClientError, OSError, TimeoutError) as lost:
+            if isinstance(lost, aiohttp.ClientConnectionError) and self.available:
+                log.warning("the upstream is lost: %s", lost)
                 self.available = False
-            stream.fail(GenerationFailed(f"the upstream was lost: {error or type(error).__name__}"))
+            error = GenerationFailed(f"the upstream was lost: {lost or type(lost).__name__}")
+        if not stream.done:  # else it is about what came after the output
+            stream.fail(error)
 
     async def _read(self, job: JobFrame, stream: TokenStream) -> None:
-        headers = {"X-Request-Id": job.job, "Accept": "text/event-stream"}
+        headers = {"X-Request-Id": job.job, "Accept": "text/event-stream", **({"traceparent": job.trace} if job.trace else {})}
         async with self._client.post(self._url + self._api.path, json=self._api.body(job), headers=headers) as response:
             if response.status in (429, 503):
                 raise Overloaded(f"the upstream answers {response.status}")

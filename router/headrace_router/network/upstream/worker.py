@@ -35,8 +35,9 @@ def describe(found: Found, settings: RouterSettings) -> Model:
     if not total:
         raise StartupError("the upstream does not tell its longest prompt plus output: give it with --max-total-tokens")
     return Model(
-        settings.model_id or found.model, format=f"text from {found.kind}", tokenizer_hash=found.tokenizer_hash,
-        max_input=found.max_input or total - 1, max_total=total, features=[TEXT, *sorted(found.api.features)],
+        joining.told_name(settings.model_id or found.model), format=f"text from {found.kind}",
+        tokenizer_hash=found.tokenizer_hash, max_input=found.max_input or total - 1, max_total=total,
+        features=[TEXT, *sorted(found.api.features)],
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace._common.errors import StartupError
-from headrace_router.network.joining import check_gateway
+from headrace_router.network.joining import check_gateway, told_name
 from headrace_router.network.lender import Lender
 
 
@@ -36,6 +36,12 @@ def test_gateways_that_are_safe_to_call(url: str) -> None:
 def test_gateways_that_are_not(url: str, why: str) -> None:
     with pytest.raises(StartupError, match=why):
         check_gateway(url, insecure=False)
+
+
+def test_a_gateway_is_not_told_where_files_are() -> None:
+    assert [told_name(name) for name in ("/home/anna/models/one", "./one", "~/one", "org/one", "one")] == [
+        "one", "one", "one", "org/one", "one",
+    ]
 
 
 def test_who_says_so_may_show_the_token() -> None:
