@@ -26,6 +26,7 @@ from headrace_launcher.children import Child
 log = logging.getLogger(__name__)
 
 LONGEST_SOCKET = 100  # bytes of a path; the kernel's limit is 107
+_LOCK = "server.lock"
 _PR_SET_PDEATHSIG = 1
 _LOOK = 0.1  # seconds between looks at a starting server
 _WATCH = 1.0  # seconds between questions
@@ -78,7 +79,7 @@ def prepare(folder: Path) -> None:
     socket = socket_of(folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(folder / "lock", "a") as lock:
+        with open(folder / _LOCK, "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise StartupError(
@@ -146,7 +147,8 @@ class Keeper:
             if failures > _RESTARTS:
                 raise StartupError(f"{self.child.describe_end()}, {failures} times in a row")
             log.warning("%s; it is started again", self.child.describe_end())
-            await self.start()
+            with contextlib.suppress(StartupError):  # counted above
+                await self.start()
 
     async def _lost(self, child: Child) -> None:
         """Wait until it has ended; it is killed when it does not answer."""
@@ -169,7 +171,7 @@ class Keeper:
 def main() -> None:
     """Become the server."""
     folder = Path(sys.argv[1])
-    lock = open(folder / "lock", "a")  # noqa: SIM115 - the server holds it
+    lock = open(folder / _LOCK, "a")  # noqa: SIM115 - the server holds it
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.set_inheritable(lock.fileno(), True)
     if sys.platform == "linux":

@@ -403,21 +403,6 @@ function ops.lease()
   return made
 end
 
-function ops.reclaim()
-  local session, job, attempt = arg(), arg(), number()
-  local r = load(job)
-  if not r or r.state ~= 'leased' or r.attempt ~= attempt then return false end
-  local holder = holder_of(session)
-  if not holder or not may_run(session, holder, r) then return false end
-  call('SREM', key('held', r.session), job)
-  call('SADD', key('held', session), job)
-  r.session = session
-  save(r, 'session')
-  call('ZADD', LEASES, now + policy.stall, job)
-  return {job, attempt, call('HGET', key('job', job), 'payload'), tostring(r.leased - r.submitted),
-    call('XREVRANGE', key('log', job), '+', '-')}
-end
-
 -- The hot path: only what a token needs is read of its job.
 local function progress(job, attempt, index, tokens, ended)
   local state, at_, n, seq_, session, format, readers =

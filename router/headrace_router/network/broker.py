@@ -113,10 +113,6 @@ class Broker(Protocol):
         """
         ...
 
-    async def reclaim(self, session: str, job: str, attempt: int) -> Lease | None:
-        """A worker that has connected again goes on with a job that nobody else has yet: the same attempt, a new session."""
-        ...
-
     async def progress(self, news: Sequence[Progress]) -> list[bool]:
         """Append tokens, and ends, all at once; renews leases. Tokens that a log has are ignored; a gap releases the job."""
         ...

@@ -215,9 +215,6 @@ class MemoryBroker:
         prompt = len(record.job.request.prompt) + len(record.output)
         return now + self._policy.lease + prompt * self._policy.prompt_token
 
-    async def reclaim(self, session: str, job: str, attempt: int) -> Lease | None:
-        return None  # a session that ends has given back what it had, before the worker can be here again
-
     async def progress(self, news: Sequence[Progress]) -> list[bool]:
         return [self._progress(one) for one in news]
 

@@ -251,11 +251,6 @@ class SharedBroker:
             self._formats[job.id] = holder.weight_format
         return Lease(job, attempt, tuple(reversed(generated)), float(seconds) / 1000)
 
-    async def reclaim(self, session: str, job: str, attempt: int) -> Lease | None:
-        async with self._leasing:
-            row = await self._ask("reclaim", session, job, attempt)
-            return self._leased_to(session, row) if row else None
-
     async def progress(self, news: Sequence[Progress]) -> list[bool]:
         args: list[Any] = [len(news)]
         for one in news:
