@@ -138,6 +138,7 @@ class Gateway:
         self._waiting[job.id] = job
         await self._follow(job, stream)
         stream.admitted.set_result(position)
+        await self.dispatch()
 
     async def _follow(self, job: Job, stream: JobStream) -> None:
         follower = Follower(job, stream, self._eos_id, self.metrics, self._begun, self._job_ended)
@@ -147,7 +148,6 @@ class Gateway:
             self._begun(job)
             if not stream.done:
                 stream.fail(error)
-        await self.dispatch()
 
     def _begun(self, job: Job) -> None:
         self._waiting.pop(job.id, None)

@@ -33,8 +33,8 @@ class Line:
         self._name, self._socket, self._codec, self._abort = name, socket, codec, abort
         self._inbox: asyncio.Queue[tuple[Struct, int] | None] = asyncio.Queue()
         self._outbox: asyncio.Queue[Struct] = asyncio.Queue(OUTBOX)
-        self._unread = 0  # bytes in the inbox
         self._closing: asyncio.Task[None] | None = None
+        self.unread = 0  # bytes in the inbox
         self.unknown = self.malformed = 0  # frames
         self.ended = "the connection was closed"
 
@@ -96,8 +96,8 @@ class Line:
                 self.unknown += 1
                 continue
             size = len(message.data)
-            self._unread += size
-            if self._inbox.qsize() >= INBOX or self._unread > INBOX_BYTES:
+            self.unread += size
+            if self._inbox.qsize() >= INBOX or self.unread > INBOX_BYTES:
                 self.close(4408, "you send faster than it can be kept")
                 return
             self._inbox.put_nowait((frame, size))
@@ -106,7 +106,7 @@ class Line:
     async def frames(self) -> AsyncIterator[Struct]:
         """What the worker has sent, in order, to the end of the connection."""
         while (entry := await self._inbox.get()) is not None and not self.closing:
-            self._unread -= entry[1]
+            self.unread -= entry[1]
             yield entry[0]
 
     def complain(self, error: Malformed) -> None:

@@ -150,7 +150,7 @@ class Session:
         """Take back the jobs of which the worker has said nothing; forget what it will not answer."""
         now = time.monotonic()
         for output in list(self.outputs.values()):
-            if not output.heard and now - output.sent >= ACCEPT_SECONDS:
+            if not output.heard and now - output.sent >= ACCEPT_SECONDS and not self.line.unread:
                 lease = output.lease
                 self.revoke(lease.job.id, lease.attempt, "stale")
                 await self._give_back(lease.job.id, lease.attempt, "no_accept")
