@@ -14,6 +14,7 @@ import headrace
 from headrace._common.errors import DeadlineExceeded, HeadraceError, NotFound, mapping
 from headrace_router.api.caller import CLASS_HEADER, LONGEST_TIMEOUT, TIER_HEADER, TIMEOUT_HEADER
 from headrace_router.api.errors import is_anthropic, is_openai
+from headrace_router.api.lasting import IDS_HEADER
 from headrace_router.api.request_ids import HEADER as ID_HEADER
 from headrace_router.api.routes import Route
 from headrace_router.network.jobs import TIERS
@@ -91,6 +92,14 @@ _PARAMETERS: dict[str, Any] = {
         "name": CLASS_HEADER, "in": "header", "schema": {"type": "string", "enum": list(CLASSES)},
         "description": "workload class, of those that the key may use",
     },
+    "event_ids": {
+        "name": IDS_HEADER, "in": "header", "schema": {"type": "string", "enum": ["true", "false"]},
+        "description": "of a gateway: whether the events of a stream have ids, by which it is picked up again",
+    },
+    "last_event_id": {
+        "name": "Last-Event-ID", "in": "header", "schema": {"type": "string", "pattern": "^[0-9]{1,9}-[0-9]{1,9}$"},
+        "description": "the event after which to go on, as 1-17",
+    },
     "tier": {
         "name": TIER_HEADER, "in": "header", "schema": {"type": "string", "enum": list(TIERS), "default": "trusted"},
         "description": "of a gateway: the least trusted worker that may run the request, and read it",
@@ -143,6 +152,8 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
     if route.keyed:
         names = ("class", "timeout", "tier") if DeadlineExceeded in route.errors else ("class",)
         made["parameters"] += [_reference("parameters", name) for name in names]
+        if route.events is not None:
+            made["parameters"].append(_reference("parameters", "event_ids" if route.method == "POST" else "last_event_id"))
         made["security"] = [{}, {"bearer": []}, {"key": []}]
     if route.body is not None:
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas.of(route.body)}}}
