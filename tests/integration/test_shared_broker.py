@@ -156,7 +156,23 @@ async def test_the_server_is_killed_in_the_middle(pair: tuple[Net, Net], valkey:
     assert (await here.events(waits))[-1]["kind"] == "done"
 
 
-async def test_a_server_that_stays_away_ends_what_waits_for_it(tmp_path: Path, valkey: Valkey, monkeypatch: Any) -> None:
+async def test_what_is_lost_for_good_is_told(tmp_path: Path, valkey: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway that could bring it again is gone too."""
+    monkeypatch.setattr("headrace_router.network.shared.LOST_SECONDS", 0.5)
+    async with network(tmp_path, broker=valkey.url) as here:
+        async with network(tmp_path, broker=valkey.url) as there:
+            await there.scripted(slots=1)
+            job_id = (await there.ask()).json["id"]
+            reader = asyncio.create_task(here.events(job_id))
+            await until(lambda: here.gateway.is_read(job_id))
+        await empty(valkey)
+        assert (await reader)[-1]["code"] == "lost"
+    await empty(valkey)
+
+
+async def test_a_server_that_stays_away_ends_what_waits_for_it(
+    tmp_path: Path, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headrace_router.network.role.BROKER_GRACE", 1.0)
     async with network(tmp_path, broker=valkey.url) as net:
         worker = await net.scripted()

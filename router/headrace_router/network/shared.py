@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 CLAIM_SECONDS = 0.05  # between looks at a key that somebody else makes a job for
 TICK_SECONDS = 1.0  # between looks at every log that is read here
+LOST_SECONDS = 5.0  # until a request that the server has lost is not waited for
 
 _encode = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
@@ -99,8 +100,9 @@ class SharedBroker:
         self._leasing = asyncio.Lock()
         self._due: set[str] = set()  # jobs whose logs have news
         self._fresh = asyncio.Event()
+        self._missing: dict[str, float] = {}  # jobs that are read here and are not there, since time.monotonic()
         self._ticked = 0.0  # time.monotonic()
-        self._was_away = False
+        self._reconciled = 0  # faults of the store that were seen to
         self._tasks: set[asyncio.Task[None]] = set()
         self.waiting_by_class = dict.fromkeys(CLASSES, 0)
         self.holders: Collection[Holder] = ()
@@ -195,7 +197,7 @@ class SharedBroker:
                 self._readers.pop(job, None)
 
         try:
-            if not await self._read([job]):
+            if await self._read([job]):
                 raise NotFound(f"there is no request {job[:64]}, or not any more")
         except BaseException:
             leave()
@@ -250,7 +252,7 @@ class SharedBroker:
             if event.token is not None:
                 generated.append(event.token.id)
         held[job.id] = attempt
-        if holder.resumes:
+        if holder.resumes and job.id in self._own:
             self._formats[job.id] = holder.weight_format
         return Lease(job, attempt, tuple(reversed(generated)), float(seconds) / 1000)
 
@@ -311,9 +313,10 @@ class SharedBroker:
                 self._give_up(str(error))
             return
         self.problem = None
-        if self._was_away:
-            self._was_away = False
-            await self._reconcile()
+        if (faults := self._store.faults) != self._reconciled:
+            with contextlib.suppress(BrokerUnavailable):
+                await self._reconcile()
+                self._reconciled = faults
         now = time.monotonic()
         if now - self._ticked >= TICK_SECONDS:
             self._ticked = now
@@ -321,12 +324,15 @@ class SharedBroker:
 
     def _give_up(self, reason: str) -> None:
         """Tell everybody who reads here that there will be no more."""
-        for readers in list(self._readers.values()):
-            for reader in readers:
-                attempt, seq = reader.after
-                facts = {"code": "broker_unavailable", "message": reason, "retriable": True}
-                reader.hear([Event("failed", attempt, seq + 1, facts=facts)])
-        self._readers.clear()
+        for job in list(self._readers):
+            self._end_here(job, "broker_unavailable", reason)
+
+    def _end_here(self, job: str, code: str, message: str) -> None:
+        """Readers here are told an end that no log has."""
+        for reader in self._readers.pop(job, ()):
+            attempt, seq = reader.after
+            facts = {"code": code, "message": message, "retriable": True}
+            reader.hear([Event("failed", attempt, seq + 1, facts=facts)])
 
     async def _reconcile(self) -> None:
         """After an outage: what the server says of our sessions may be wrong, where an answer was lost."""
@@ -353,17 +359,22 @@ class SharedBroker:
     async def _restore(self) -> None:
         """The server has lost everything: our jobs and sessions are made again, and who holds a job lets go of it."""
         log.warning("the broker %s has lost what it kept: %d requests are brought again", self._store.name, len(self._own))
-        for session in list(self._sessions):
-            await self._attach_again(session)
-        for own, events in list(self._own.values()):
-            attempt = max((event.attempt for event in events), default=0)
-            form = self._formats.get(own.id)
-            entries = [part for event in events for part in _entry(event)]
-            await self._ask(
-                "restore", *_facts(own), attempt, form or "", int(form is not None), "|", len(events), *entries
-            )
+        try:
+            for session in list(self._sessions):
+                await self._attach_again(session)
+            for own, events in list(self._own.values()):
+                await self._bring_again(own, events)
+        except BrokerUnavailable:
+            self._epoch = b""  # all of it again, when the server is back
         self._look_at_all()
         self.on_work()
+
+    async def _bring_again(self, job: Job, events: list[Event]) -> None:
+        """A job with its log. Whether others can go on after its output exactly is known if its worker is here."""
+        attempt = max((event.attempt for event in events), default=0)
+        form = self._formats.get(job.id)
+        entries = [part for event in events for part in _entry(event)]
+        await self._ask("restore", *_facts(job), attempt, form or "", int(form is not None), "|", len(events), *entries)
 
     # --- what the store says ---
 
@@ -373,7 +384,6 @@ class SharedBroker:
             result, notes, state = await self._store.call(operation, *args, patient=patient)
         finally:
             self.op_seconds[operation].observe(time.perf_counter() - began)
-            self._was_away = self._was_away or self._store.is_away
         waiting, tokens, leased, version, epoch, *classes = state
         self._waiting, self._waiting_tokens, self._leased = waiting, tokens, leased
         self.waiting_by_class = dict(zip(CLASSES, classes, strict=True))
@@ -446,21 +456,31 @@ class SharedBroker:
             self._fresh.clear()
             due, self._due = self._due, set()
             with contextlib.suppress(BrokerUnavailable):
-                await self._read([job for job in due if job in self._readers])
+                self._miss(await self._read([job for job in due if job in self._readers]))
 
-    async def _read(self, jobs: list[str]) -> bool:
-        """Bring readers of some jobs up to date; False: there is no such job."""
+    def _miss(self, jobs: list[str]) -> None:
+        """Jobs with readers that are not there: the gateway that they came in through may bring them again."""
+        now = time.monotonic()
+        self._missing = {job: self._missing.get(job, now) for job in {*jobs, *(self._missing.keys() & self._readers.keys())}}
+        for job in jobs:
+            if job not in self._own and now - self._missing[job] > LOST_SECONDS:
+                self._end_here(job, "lost", "what keeps the requests has lost this one")
+
+    async def _read(self, jobs: list[str]) -> list[str]:
+        """Bring readers of some jobs up to date; returns the jobs that there are not."""
         if not jobs:
-            return True
+            return []
         args = []
         for job in jobs:
             attempt, seq = min(reader.after for reader in self._readers[job])
             args += [job, f"{attempt}-{seq + 1}"]
         found = await self._ask("read", len(jobs), *args)
         for job, entries in zip(jobs, found, strict=True):
+            if entries is not None:
+                self._missing.pop(job, None)
             if entries:
                 self._tell(job, [_event(entry) for entry in entries])
-        return found[0] is not None
+        return [job for job, entries in zip(jobs, found, strict=True) if entries is None]
 
     def _tell(self, job: str, events: Sequence[Event]) -> None:
         left = []

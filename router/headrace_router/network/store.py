@@ -77,6 +77,7 @@ class Store:
         self._client = Redis(connection_pool=pool)
         self._room = asyncio.Semaphore(CONNECTIONS)
         self._away_since: float | None = None  # time.monotonic()
+        self.faults = 0  # answers that were lost
 
     @property
     def is_away(self) -> bool:
@@ -130,8 +131,9 @@ class Store:
                 reply: Reply = await self._evaluate(operation, args)
             except LOST as error:
                 tries += 1
-                if tries == 1:  # it may be one connection alone, which somebody gave up in the middle of an answer
-                    continue
+                self.faults += 1
+                if tries == 1 and not isinstance(error, exceptions.TimeoutError):
+                    continue  # it may be one connection alone, which somebody gave up in the middle of an answer
                 self._lost(error)
                 since = began + IMPATIENT_SECONDS if not patient else (self._away_since or began) + self._grace
                 if time.monotonic() >= since:
