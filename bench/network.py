@@ -21,8 +21,8 @@ from bench.raw_streams import Crowd
 from headrace_launcher.bench.stats import median
 from tests.networks import Network
 
-TOKENS = {1: 160, 8: 96, 32: 64}  # of each stream, by the number of streams
-ROUNDS = 5
+TOKENS = {1: 96, 8: 64, 32: 32}  # of each stream, by the number of streams
+ROUNDS = 3
 SHARE = 0.9  # of direct throughput that must be left
 PROMPT = "The wheel of a water mill turns because"
 
