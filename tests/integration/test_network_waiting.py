@@ -156,18 +156,19 @@ async def test_a_worker_gets_no_more_than_its_free_kv_tokens(tmp_path: Path) -> 
         worker = await net.scripted(slots=8)
         await worker.next("welcome")
         await worker.send(t="status", running=[], slots_free=8, kv_free_tokens=250)
-        await until(lambda: next(iter(net.gateway.sessions.values())).room == 250)
+        await until(lambda: next(iter(net.gateway.sessions.values())).room(1.0) == 250)
         ids = [(await net.ask(tokens=100)).json["id"] for _ in range(3)]  # each may grow to 101
         jobs = [await worker.next("job"), await worker.next("job")]
         [session] = net.gateway.sessions.values()
-        assert (session.room, net.gateway.waiting) == (48, 1)
+        assert (session.room(1.0), net.gateway.waiting) == (48, 1)
         other = await net.scripted()
         third = await other.next("job")  # who has room takes it
         await worker.step(jobs[0], IDS)
         running = [[job["job"], job["attempt"], n] for job, n in zip(jobs, (4, 0), strict=True)]
         await until(lambda: session.tokens == 4)
         await worker.send(t="status", running=running, slots_free=6, kv_free_tokens=1000)
-        await until(lambda: session.room == 1000 + 1 + 4 + 1 - 202)
+        await until(lambda: session.room(1.0) == 1000 + 1 + 4 + 1 - 202)
+        assert session.room(0.5) == 2 * 1006 - 202  # where requests use half of what they may
         await finish(other, third)
         await settle(net, *ids[:2])
 

@@ -316,7 +316,7 @@ class Gateway:
             asked = {session.id: session for session in self.sessions.values() if session.free > 0}
             while asked and self.broker.waiting:
                 session = max(asked.values(), key=lambda s: s.free)
-                leases = await self.broker.lease(session.id, 1, session.room)
+                leases = await self.broker.lease(session.id, 1, session.room(self._use.share))
                 for lease in leases:
                     session.start(lease, self._output(session, lease))
                 if not leases or session.free <= 0:

@@ -92,12 +92,11 @@ class Session:
         """How far it is trusted."""
         return next((name for name, tier in TIERS.items() if tier == self.holder.tier), "probation")
 
-    @property
-    def room(self) -> int | None:
-        """Tokens that another job may grow to beside those that it holds; None: it does not say."""
+    def room(self, share: float) -> int | None:
+        """Tokens that more jobs may be allowed, if jobs use that share of what they are allowed; None: it does not say."""
         if self._kv_tokens is None:
             return None
-        return self._kv_tokens - sum(output.lease.job.total_tokens for output in self.outputs.values())
+        return int(self._kv_tokens / share) - sum(output.lease.job.total_tokens for output in self.outputs.values())
 
     @property
     def tokens_per_second(self) -> float:
