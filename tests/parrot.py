@@ -98,7 +98,8 @@ def _weights(vocab_size: int, back: int) -> dict[str, npt.NDArray[np.float32]]:
     made = {
         "model.embed_tokens.weight": codes, "model.norm.weight": np.ones(HIDDEN),
         f"{at}input_layernorm.weight": np.ones(HIDDEN), f"{at}post_attention_layernorm.weight": np.ones(HIDDEN),
-        f"{at}self_attn.q_proj.weight": query.reshape(HIDDEN, HIDDEN), f"{at}self_attn.k_proj.weight": key.reshape(HIDDEN, HIDDEN),
+        f"{at}self_attn.q_proj.weight": query.reshape(HIDDEN, HIDDEN),
+        f"{at}self_attn.k_proj.weight": key.reshape(HIDDEN, HIDDEN),
         f"{at}self_attn.v_proj.weight": np.eye(HIDDEN), f"{at}self_attn.o_proj.weight": LOUDNESS * np.eye(HIDDEN),
         f"{at}mlp.gate_proj.weight": np.zeros((HEAD, HIDDEN)), f"{at}mlp.up_proj.weight": np.zeros((HEAD, HIDDEN)),
         f"{at}mlp.down_proj.weight": np.zeros((HIDDEN, HEAD)),

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 MODEL = sys.argv[2]
 # The package's own table of models imports the SDKs of all vendors; the checker looks up one flag in it.
+# ruff: noqa: E402
 table = types.ModuleType("bfcl_eval.constants.model_config")
 table.MODEL_CONFIG_MAPPING = {MODEL: types.SimpleNamespace(underscore_to_dot=True)}
 sys.modules[table.__name__] = table
@@ -85,7 +86,8 @@ WRITERS: dict[str, Callable[[list[Call]], str]] = {
 def scripts(form: str) -> dict[str, str]:
     """What the model has to say to each question."""
     return {
-        entry["question"][0][-1]["content"]: WRITERS[form](calls) for category in CATEGORIES for entry, _, calls in cases(category)
+        entry["question"][0][-1]["content"]: WRITERS[form](calls)
+        for category in CATEGORIES for entry, _, calls in cases(category)
     }
 
 
