@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +65,21 @@ def package(judge: str) -> str:
 
 
 def write_table(verdicts: dict[str, list[Verdict]]) -> None:
-    """Put the judges' verdicts into docs/compatibility.md."""
-    rows = ["| judge | checks passed | checks |", "|---|---|---|"]
-    for judge, found in sorted(verdicts.items()):
+    """Put the judges' verdicts into docs/compatibility.md; the rows of those that were not run stay."""
+    before, rest = TABLE.read_text("utf-8").split(BEGIN)
+    table, after = rest.split(END)
+    head, rule, *old = table.strip().splitlines()
+    rows = {_judges(row): row for row in old}
+    for judge, found in verdicts.items():
         asked = [verdict for verdict in found if not verdict.skipped]
         names = [v.check if v.ok else f"**fails:** {v.check}" for v in asked]
         names += [f"not asked for: {v.check} ({v.skipped})" for v in found if v.skipped]
-        rows.append(f"| {package(judge)} | {sum(v.ok for v in asked)} of {len(asked)} | {'; '.join(names)} |")
-    text = TABLE.read_text("utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    TABLE.write_text(f"{before}{BEGIN}\n" + "\n".join(rows) + f"\n{END}{after}", "utf-8")
+        row = f"| {package(judge)} | {sum(v.ok for v in asked)} of {len(asked)} | {'; '.join(names)} |"
+        rows[_judges(row)] = row
+    lines = [head, rule, *(row for _, row in sorted(rows.items()))]
+    TABLE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", "utf-8")
+
+
+def _judges(row: str) -> str:
+    """The packages that a row is of, without their versions."""
+    return re.sub(r" \d\S*(?=,| )", "", row.split("|")[1]).strip()
