@@ -212,7 +212,7 @@ def parsed_responses() -> None:
     class Unit(BaseModel):
         unit: Literal["C", "F"]
 
-    given = {"model": MODEL, "input": "Unit?", "max_output_tokens": 60}
+    given = {"model": MODEL, "input": "Unit?", "max_output_tokens": 120, "temperature": 0}
     assert isinstance(client.responses.parse(**given, text_format=Unit).output_parsed, Unit)
     with client.responses.stream(**given, text_format=Unit) as stream:
         kinds = [event.type for event in stream]

@@ -61,7 +61,8 @@ const checks = {
     }
   },
   "chat: parse into a zod object": async () => {
-    const given = { model, messages, max_tokens: 60, response_format: zodResponseFormat(Unit, "unit") };
+    const response_format = zodResponseFormat(Unit, "unit");
+    const given = { model, messages, max_tokens: 120, temperature: 0, response_format };
     isUnit((await client.chat.completions.parse(given)).choices[0].message.parsed);
     const stream = client.chat.completions.stream(given);
     let seen = 0;
@@ -113,7 +114,8 @@ const checks = {
     assert(final.output_text === whole.output_text, `${final.output_text} is not ${whole.output_text}`);
   },
   "responses: parse into a zod object": async () => {
-    const given = { model, input: "Unit?", max_output_tokens: 60, text: { format: zodTextFormat(Unit, "unit") } };
+    const text = { format: zodTextFormat(Unit, "unit") };
+    const given = { model, input: "Unit?", max_output_tokens: 120, temperature: 0, text };
     isUnit((await client.responses.parse(given)).output_parsed);
     isUnit((await client.responses.stream(given).finalResponse()).output_parsed);
   },
