@@ -14,7 +14,7 @@ from tests.models import TINY, write_tiny_model
 from tests.networks import Network
 
 WORKERS = 3
-SLOTS = 8  # of each
+SLOTS = 20  # of each: one can take what all of them had
 QUEUE = 32
 
 

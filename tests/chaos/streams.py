@@ -36,6 +36,11 @@ class Heard:
         return [token["id"] for token in self.tokens]
 
     @property
+    def is_under_way(self) -> bool:
+        """It has some tokens; or it was a short one."""
+        return len(self.tokens) > 10 or any(event["kind"] in TERMINAL for event in self.events)
+
+    @property
     def text(self) -> str:
         """As its last event tells it."""
         return str(self.events[-1]["text"])
@@ -135,10 +140,15 @@ class Client:
         return await asyncio.gather(*running)
 
     async def _one(self, number: int, tokens: int, heard: Heard) -> Heard:
-        inputs, parameters = f"Question {number}: what is a mill race?", {"seed": number, "do_sample": bool(number % 2)}
+        inputs, parameters = question(number), {"seed": number, "do_sample": bool(number % 2)}
         if number % 3 == 2:
             return await self.stream(inputs, tokens, heard, **parameters)
         return await self.follow(await self.ask(inputs, tokens, **parameters), heard)
+
+
+def question(number: int) -> str:
+    """One that is answered at length."""
+    return f"Chapter {number}. The mill stood by the river, and every morning the miller"
 
 
 async def until(true: Callable[[], bool], seconds: float = 60.0) -> float:

@@ -15,7 +15,7 @@ from redis import Redis
 
 from headrace_launcher import embedded
 from tests.chaos.conftest import SLOTS
-from tests.chaos.streams import PATIENCE, Client, Heard, until
+from tests.chaos.streams import PATIENCE, Client, Heard, question, until
 from tests.chaos.test_lost_workers import STREAMS, TOKENS, everybody_works, same
 from tests.fakes.brokers import Valkey
 from tests.networks import Network
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.chaos
 def stored(long_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     """A gateway whose requests are in an embedded Valkey server, and two workers."""
     folder = tmp_path_factory.mktemp("stored")
-    with Network(long_model, folder, ("--broker", "embedded"), ("--slots", str(2 * SLOTS))) as made:
+    with Network(long_model, folder, ("--broker", "embedded"), ("--slots", str(SLOTS))) as made:
         yield made.start(2)
 
 
@@ -83,7 +83,7 @@ async def test_a_lost_store_loses_nothing(stored: Network, how: str, lose: Calla
 async def pair(long_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Network, Network]]:
     """Two gateways on one Valkey server, with two workers each."""
     valkey = Valkey()
-    shared, slots = ("--broker", valkey.url), ("--slots", str(2 * SLOTS))
+    shared, slots = ("--broker", valkey.url), ("--slots", str(SLOTS))
     made = [Network(long_model, tmp_path_factory.mktemp("pair"), shared, slots) for _ in range(2)]
     try:
         for net in made:
@@ -102,8 +102,9 @@ async def test_a_killed_gateway_loses_nothing(pair: tuple[Network, Network]) -> 
     async with aiohttp.ClientSession(timeout=PATIENCE, connector=connector) as session:
         one, other = Client(here.url, session), Client(there.url, session)
         calm = await other.ask_all(STREAMS, TOKENS)
-        jobs = [await (one, other)[n % 2].ask(f"Question {n}: what is a mill race?", TOKENS, seed=n, do_sample=bool(n % 2))
-                for n in range(STREAMS)]
+        jobs = [
+            await (one, other)[n % 2].ask(question(n), TOKENS, seed=n, do_sample=bool(n % 2)) for n in range(STREAMS)
+        ]
         heard = [Heard() for _ in jobs]
 
         async def read(job: str, heard: Heard) -> None:
@@ -117,7 +118,7 @@ async def test_a_killed_gateway_loses_nothing(pair: tuple[Network, Network]) -> 
                     heard.hear(event)
 
         running = [asyncio.create_task(read(job, place)) for job, place in zip(jobs, heard, strict=True)]
-        await until(lambda: sum(len(stream.tokens) > 10 for stream in heard) >= 16)
+        await until(lambda: all(stream.is_under_way for stream in heard))
         begun = here.kill_gateway()
         await asyncio.gather(*running)
     same(calm, heard)

@@ -31,7 +31,7 @@ def same(calm: list[Heard], disturbed: list[Heard]) -> None:
 
 async def everybody_works(net: Network, heard: list[Heard]) -> None:
     """Wait until each stream has begun, and each worker has some."""
-    await until(lambda: all(len(stream.tokens) > 10 for stream in heard))
+    await until(lambda: all(stream.is_under_way for stream in heard))
     await until(lambda: all(row["running"] for row in net.show()["workers"]))
 
 
