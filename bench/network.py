@@ -44,20 +44,25 @@ def measure() -> Result:
 def _compare(result: Result, net: Network, direct: str, streams: int, tokens: int) -> None:
     urls = {"direct": direct, "gateway": net.url}
     rates: dict[str, list[float]] = {name: [] for name in urls}
-    gateway_us = []
+    spent: dict[str, list[float]] = {name: [] for name in urls}
     for number in range(ROUNDS):
         for name in sorted(urls, reverse=bool(number % 2)):
-            before = cpu_seconds(net.gateway.popen.pid)
+            before = _cpu(net)
             rates[name].append(uvloop.run(throughput(urls[name], streams, tokens)))
-            if name == "gateway":
-                gateway_us.append(cpu_between(before, cpu_seconds(net.gateway.popen.pid)) / (streams * tokens) * 1e6)
+            spent[name].append(cpu_between(before, _cpu(net)) / (streams * tokens) * 1e6)
     shares = [lent / own for lent, own in zip(rates["gateway"], rates["direct"], strict=True)]
     what = f"{streams} stream{'s' * (streams > 1)}"
     result.figures += [
         Figure(f"gateway's share of direct throughput, {what}", "", median(shares), at_least=SHARE, samples=tuple(shares)),
         *(Figure(f"{name}, {what}", "tokens/s", median(found), samples=tuple(found)) for name, found in rates.items()),
-        Figure(f"CPU of the gateway, {what}", "us/token", median(gateway_us), samples=tuple(gateway_us)),
+        *(Figure(f"CPU, model included, {name}, {what}", "us/token", median(found), samples=tuple(found))
+          for name, found in spent.items()),
     ]
+
+
+def _cpu(net: Network) -> dict[int, float]:
+    """CPU seconds of the gateway's and the worker's processes."""
+    return {**cpu_seconds(net.gateway.popen.pid), **cpu_seconds(net.workers[0].popen.pid)}
 
 
 async def throughput(url: str, streams: int, tokens: int) -> float:
