@@ -14,6 +14,7 @@ from headrace_router.pace import Forecast
 from headrace_router.presets import Preset
 from headrace_router.rates import Meter, Meters
 from headrace_router.streams import TokenStream
+from headrace_router.tenants import Tenant
 from headrace_router.types import GenerateRequest
 
 
@@ -30,11 +31,8 @@ class Batch(Protocol):
         """Tokens that the waiting requests may take."""
         ...
 
-    @property
-    def running(self) -> int: ...
-
-    def ahead(self, workload: str) -> int:
-        """Requests that go before a new one of this class."""
+    def wait(self, workload: str, tenant: Tenant) -> float:
+        """Seconds that a new request will be in the queue, if it has to wait at all."""
         ...
 
 
@@ -42,9 +40,9 @@ class Admission:
     """An engine in front of another one.
 
     - A queue that is full, by requests or by tokens, refuses; a single request may always wait, however large it is.
-    - A request that cannot meet its deadline is refused, and one that has no first token when only its other tokens
-      would still fit is dropped: what it would take is left to those who can. Both by a forecast on the bright side, and
-      only while others wait.
+    - A request that will not meet its deadline, by what others of its class wait and take, is refused, and one that has no
+      first token when only its other tokens would still fit, at best, is dropped: what it would take is left to those who
+      can. Both only while others wait.
     - Prompt tokens are charged to the tenant when a request is taken; output tokens when it leaves, whoever ended it.
       What produced nothing costs nothing.
     - A request whose deadline passes ends with an error, and is cancelled wherever it is: waiting, it is dropped before
@@ -83,7 +81,7 @@ class Admission:
         if left is not None:
             loop = asyncio.get_running_loop()
             timers = [loop.call_later(left, self._expire, request, stream)]
-            if 0 < (rest := self._forecast.rest(request.max_new_tokens, request.min_new_tokens)) < left:
+            if 0 < (rest := self._forecast.rest(request.workload, request.max_new_tokens, request.min_new_tokens)) < left:
                 timers.append(loop.call_later(left - rest, self._shed, request, stream))
         stream.on_close(lambda: self._settle(request, stream, meter, timers))
         return stream
@@ -95,8 +93,8 @@ class Admission:
         if backlog >= bounds.max_queue_size or (backlog > 0 and tokens > bounds.max_queue_tokens):
             raise QueueFull("Model is overloaded: the queue is full", self._retry_after())
         if left is not None and backlog >= 0:
-            need = self._forecast.wait(self._batch.ahead(request.workload), self._batch.running)
-            need += self._forecast.rest(request.max_new_tokens, request.min_new_tokens)
+            need = self._batch.wait(request.workload, request.tenant)
+            need += self._forecast.stay(request.workload, request.max_new_tokens, request.min_new_tokens)
             if need > left:
                 raise WouldBeLate(
                     f"Model is overloaded: the request would need about {need:.3g} s, and has {left:.3g} s", self._retry_after()

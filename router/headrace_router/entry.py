@@ -18,8 +18,8 @@ class Entry:
     """Everything that is needed to run a request, and to run it again elsewhere from where it was."""
 
     __slots__ = (
-        "admitted", "alone", "arrival", "cached_tokens", "output", "passed", "readmitted", "request", "stream", "submitted",
-        "text", "wire_id",
+        "admitted", "alone", "arrival", "brought", "cached_tokens", "output", "passed", "readmitted", "request", "stream",
+        "submitted", "text", "wire_id",
     )
 
     def __init__(self, request: GenerateRequest, arrival: int, text: OutputText, stream: TokenStream) -> None:
@@ -31,6 +31,7 @@ class Entry:
         self.wire_id = 0  # of its present admission; never used again
         self.submitted = time.perf_counter()
         self.admitted: float | None = None  # first admission
+        self.brought = 0  # tokens of the output that it had at its present admission
         self.cached_tokens = 0
         self.readmitted = False  # its batch was lost once
         self.passed = 0  # later requests that were admitted before it
@@ -51,6 +52,11 @@ class Entry:
     @property
     def ended(self) -> bool:
         return self.stream.done
+
+    @property
+    def begun(self) -> bool:
+        """It has had a token since its present admission, or has ended."""
+        return len(self.output) > self.brought or self.stream.done
 
     def end(self, reason: FinishReason, now: float) -> End:
         """What the terminal event says. `now`: time.perf_counter()."""

@@ -28,6 +28,7 @@ from headrace_router.network.jobs import TERMINAL, Event, Holder, Job, JobStatus
 from headrace_router.network.output import JobOutput
 from headrace_router.network.session import Session
 from headrace_router.streams import TokenStream
+from headrace_router.tenants import Tenant
 from headrace_router.types import GenerateRequest, Token
 
 log = logging.getLogger(__name__)
@@ -158,9 +159,9 @@ class Gateway:
         """Tokens that the waiting requests may take."""
         return self.broker.waiting_tokens
 
-    def ahead(self, workload: str) -> int:
-        """Requests that certainly go before a new one: none, since flows share the queue by weight."""
-        return 0
+    def wait(self, workload: str, tenant: Tenant) -> float:
+        """Seconds that a new request will surely be in the queue: none, since flows share it by weight."""
+        return 0.0
 
     @property
     def backlog(self) -> int:
