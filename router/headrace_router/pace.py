@@ -84,6 +84,16 @@ class Forecast:
             record.low_token = _low(record.low_token or seconds / tokens, seconds / tokens)
         record.seen += 1
 
+    def cut(self, workload: str, most: int, seconds: float) -> None:
+        """A request has been ended by its deadline, so long after it got its place: it would have taken longer."""
+        record = self._records[workload]
+        if record.seen:
+            seconds -= (record.mean_share * most - record.mean_tokens) * record.low_token
+            record.mean_stay = max(record.mean_stay, _mean(record.mean_stay, seconds))
+        else:
+            record.mean_tokens, record.mean_stay = most, seconds
+        record.seen += 1
+
     def rest(self, workload: str, most: int, least: int) -> float:
         """Seconds from a request's first token to its end, if all goes well."""
         record = self._records[workload]

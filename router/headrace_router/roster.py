@@ -61,6 +61,7 @@ class Roster:
             self._last_wire_id += 1
             entry.wire_id = self._last_wire_id
             entry.admitted = entry.admitted or now
+            entry.stream.placed = now
             self.running[entry.wire_id] = entry
         return entries
 
@@ -109,6 +110,7 @@ class Roster:
         entries = [entry for wire_id in wire_ids if (entry := self.end(wire_id)) is not None]
         for entry in entries:
             entry.wire_id = 0
+            entry.stream.placed = None
         return entries
 
     def take_all_back(self) -> list[Entry]:

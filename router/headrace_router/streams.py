@@ -23,7 +23,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 class TokenStream:
     """Tokens of one request, written by the engine and read by one task. Leaving its `async with` cancels the rest."""
 
-    __slots__ = ("_arrived", "_closed", "_error", "_on_cancel", "_on_close", "_tokens", "count", "done")
+    __slots__ = ("_arrived", "_closed", "_error", "_on_cancel", "_on_close", "_tokens", "count", "done", "placed")
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
         self._on_cancel = on_cancel
@@ -34,6 +34,7 @@ class TokenStream:
         self._on_close: Callable[[], None] | None = None
         self.count = 0  # tokens that were put
         self.done = False  # the terminal event has been written
+        self.placed: float | None = None  # time.perf_counter() at which it got a place; None: it waits for one
 
     def put(self, token: Token) -> None:
         """Write a token; one with an `end` is the terminal event."""

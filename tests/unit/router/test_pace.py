@@ -46,3 +46,14 @@ def test_a_line_is_as_fast_as_it_was_while_there_was_one() -> None:
         drain.left(1, now, more=False)
         now += 100.0  # nobody waited
     assert drain.gap == pytest.approx(1.0, rel=0.2)  # three in three seconds
+
+
+def test_what_was_cut_would_have_taken_longer() -> None:
+    forecast = Forecast()
+    for _ in range(ENOUGH):
+        forecast.cut("document", 10, 4.0)
+    assert forecast.stay("document", 10, 0) == pytest.approx(4.0)
+    for _ in range(50):
+        forecast.cut("document", 10, 8.0)
+        forecast.cut("document", 10, 0.001)  # says nothing
+    assert forecast.stay("document", 10, 0) == pytest.approx(8.0, rel=0.05)
