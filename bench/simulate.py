@@ -57,7 +57,7 @@ def run(
 def lines(load: str, name: str, trace: Trace) -> list[tuple[str, ...]]:
     """A line for each class; milliseconds, but seconds for the longest wait."""
     made = []
-    everyone = [*trace.ended, *trace.refused]
+    everyone = [*trace.ended, *trace.refused, *trace.late]
     for workload in [w for w in WORKLOADS if any(request.workload == w for request in everyone)]:
         mine = [request for request in trace.ended if request.workload == workload]
         total = sum(request.workload == workload for request in everyone)
