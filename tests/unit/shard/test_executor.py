@@ -394,6 +394,17 @@ def test_the_youngest_of_the_lowest_priority_goes_first_and_resumes_exactly() ->
         assert got[number] + d.tokens(call, rest)[number] == expected([first], 100)
 
 
+def test_the_oldest_prompt_gets_a_share_however_many_urgent_ones_come() -> None:
+    d = Driver(blocks=64)
+    low = d.prefill(request(1, [5] * 60, 1))
+    for number in range(2, 60):  # an urgent prompt as long as a step may be, in every step
+        d.prefill(request(number, [number % 7 + 5] * 16, 1, priority=2), owner=str(number))
+        d.turn()
+        if d.tokens(low)[1]:
+            break
+    assert 10 < number < 25  # 4 of 16 tokens a step
+
+
 def test_a_batch_emptied_by_preemption_ends_its_call() -> None:
     d = Driver(blocks=8)
     old, young = d.prefill(request(1, [5], 120)), d.prefill(request(1, [6], 100), owner="b")
