@@ -24,6 +24,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_pb2_grpc
 
 LOGPROB = -0.5
+LOWEST, TOKENS, STRIDE = 40, 50, 7  # of the default script
 Script = Callable[[pb.Request, int], int]  # (request, index of the output token) -> token id
 
 
@@ -31,7 +32,7 @@ def cycle(request: pb.Request, index: int) -> int:
     """The default script: printable single-byte tokens that depend on the prompt and go on for ever."""
     ids = request.token_ids.ids
     prompt = sum(ids[: len(ids) - request.generated])
-    return 40 + (prompt + index * 7) % 50
+    return LOWEST + (prompt + index * STRIDE) % TOKENS
 
 
 @dataclass
@@ -42,6 +43,14 @@ class Row:
     generated: int
     prompt_steps: int  # forward passes until its first token
     begun: bool = False
+    plain: bool = False  # it has begun, and none of its tokens but the last has a detail
+    id: int = field(init=False)
+    most: int = field(init=False)
+    first: int = field(init=False)  # the output token of index 0, in the default script
+
+    def __post_init__(self) -> None:
+        self.id, self.most = self.request.id, self.request.stopping.max_new_tokens
+        self.first = cycle(self.request, 0) - LOWEST
 
 
 @dataclass(eq=False)
@@ -233,7 +242,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
             call.waits_for.add(request.id)
         call.requests = []
         step = pb.Step(batch_id=batch.id, step=self.step)
-        for row in list(batch.rows.values()):
+        for row in self._advance_plain(batch, step):
             for _ in range(self.tokens_per_step):
                 if row.request.id in batch.rows:
                     self._advance(batch, row, step)
@@ -254,6 +263,20 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         call.steps.put_nowait(step)
         if not batch.rows and not any(c.requests for c in batch.calls):
             self._free_if_empty(batch)
+
+    def _advance_plain(self, batch: Batch, step: pb.Step) -> list[Row]:
+        """One token of each row of the default script that cannot end with it, column by column; returns the other rows."""
+        if self.script is not cycle or self.tokens_per_step > 1:
+            return list(batch.rows.values())
+        rest = [row for row in batch.rows.values() if not row.plain or row.generated + 1 >= row.most]
+        rows = [row for row in batch.rows.values() if row.plain and row.generated + 1 < row.most]
+        columns = step.intermediates
+        columns.request_id.extend([row.id for row in rows])
+        columns.token_id.extend([LOWEST + (row.first + row.generated * STRIDE) % TOKENS for row in rows])
+        columns.logprob.extend([LOGPROB] * len(rows))
+        for row in rows:
+            row.generated += 1
+        return rest
 
     def _advance(self, batch: Batch, row: Row, step: pb.Step) -> None:
         request = row.request
@@ -290,6 +313,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
                     for _ in ids[1:]:
                         detail.prompt_logprobs.top.add(token_id=range(50, 50 + most), logprob=[-0.1] * most)
         row.begun = True
+        row.plain = not request.HasField("want") and not request.stopping.stop_token_ids and self.eos_id < LOWEST
         if reason:
             del batch.rows[request.id]
 
