@@ -1,6 +1,6 @@
 """`python -m bench [NAME...]`: measure, print one table, and record what was found in bench/results.
 
-NAME is one or more of boundary, engine, grammars, startup, stream_vs_transformers, streaming; all of them if none is
+NAME is one or more of boundary, capacity, engine, grammars, startup, stream_vs_transformers, streaming; all of them if none is
 given. The machine should have nothing else to do. The table's ratio is 1 where a target is just met, and more where it is
 exceeded.
 
@@ -13,12 +13,12 @@ import argparse
 import os
 import sys
 
-from bench import boundary, engine, grammars, startup, stream_vs_transformers, streaming
+from bench import boundary, capacity, engine, grammars, startup, stream_vs_transformers, streaming
 from bench.figures import Figure, recorded, table
 
 BENCHMARKS = {
-    "boundary": boundary.measure, "engine": engine.measure, "grammars": grammars.measure, "startup": startup.measure,
-    "stream_vs_transformers": stream_vs_transformers.measure, "streaming": streaming.measure,
+    "boundary": boundary.measure, "capacity": capacity.measure, "engine": engine.measure, "grammars": grammars.measure,
+    "startup": startup.measure, "stream_vs_transformers": stream_vs_transformers.measure, "streaming": streaming.measure,
 }
 BUSY = 0.5  # load average from which figures are doubtful
 
