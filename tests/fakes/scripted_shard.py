@@ -78,8 +78,12 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
     def __init__(
         self, *, script: Script = cycle, step_seconds: float = 0.001, vocab_size: int = 400, eos_id: int = 2,
         max_total_tokens: int = 1024, max_batch_size: int = 256, chunk: int = 1 << 30, tokens_per_step: int = 1,
+        in_columns: bool = False,
     ) -> None:
-        """`chunk`: prompt tokens of a row that one step takes; `tokens_per_step`: of each row, as speculation gives them."""
+        """`chunk`: prompt tokens of a row that one step takes; `tokens_per_step`: of each row, as speculation gives them;
+        `in_columns`: rows of the default script that cannot end in a step have their tokens made all at once.
+        """
+        self.in_columns = in_columns
         self.tokens_per_step = tokens_per_step
         self.script, self.step_seconds, self.vocab_size, self.eos_id = script, step_seconds, vocab_size, eos_id
         self.max_total_tokens, self.max_batch_size, self.chunk = max_total_tokens, max_batch_size, chunk
@@ -265,8 +269,8 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
             self._free_if_empty(batch)
 
     def _advance_plain(self, batch: Batch, step: pb.Step) -> list[Row]:
-        """One token of each row of the default script that cannot end with it, column by column; returns the other rows."""
-        if self.script is not cycle or self.tokens_per_step > 1:
+        """One token of each row that cannot end with it, column by column; returns the other rows."""
+        if not self.in_columns or self.script is not cycle or self.tokens_per_step > 1:
             return list(batch.rows.values())
         rest = [row for row in batch.rows.values() if not row.plain or row.generated + 1 >= row.most]
         rows = [row for row in batch.rows.values() if row.plain and row.generated + 1 < row.most]
@@ -345,5 +349,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     asyncio.run(_main(
         arguments.target, step_seconds=arguments.step_ms / 1000, tokens_per_step=arguments.tokens_per_step,
-        max_batch_size=arguments.max_batch_size,
+        max_batch_size=arguments.max_batch_size, in_columns=True,
     ))
