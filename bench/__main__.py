@@ -1,8 +1,8 @@
 """`python -m bench [NAME...]`: measure, print one table, and record what was found in bench/results.
 
-NAME is one or more of boundary, capacity, engine, grammars, startup, stream_vs_transformers, streaming; all of them if none is
-given. The machine should have nothing else to do. The table's ratio is 1 where a target is just met, and more where it is
-exceeded.
+NAME is one or more of boundary, capacity, grammars, long_prompts, shared_prefix, speculation, startup, stream_vs_transformers,
+streaming; all of them if none is given. The machine should have nothing else to do. The table's ratio is 1 where a target is
+just met, and more where it is exceeded.
 
 `python -m bench peers` compares with other servers; it takes options of its own (--help).
 """
@@ -17,7 +17,8 @@ from bench import boundary, capacity, engine, grammars, startup, stream_vs_trans
 from bench.figures import Figure, recorded, table
 
 BENCHMARKS = {
-    "boundary": boundary.measure, "capacity": capacity.measure, "engine": engine.measure, "grammars": grammars.measure,
+    "boundary": boundary.measure, "capacity": capacity.measure, "grammars": grammars.measure,
+    "long_prompts": engine.long_prompts, "shared_prefix": engine.shared_prefix, "speculation": engine.speculation,
     "startup": startup.measure, "stream_vs_transformers": stream_vs_transformers.measure, "streaming": streaming.measure,
 }
 BUSY = 0.5  # load average from which figures are doubtful

@@ -1,4 +1,4 @@
-"""What the engine makes of traffic: shared prefixes, long prompts beside chats, text that repeats itself.
+"""What the engine makes of traffic: shared prefixes, long prompts beside chats, text that repeats itself. A record each.
 
 Each pair of figures comes from the same run: with the prefix cache and without, chats alone and beside long prompts, with
 speculation and without.
@@ -27,20 +27,10 @@ CHATS, LONG_TOKENS, CHAT_TOKENS = 8, 4000, 192
 SPECULATE = 6
 
 
-def measure() -> Result:
-    """The three parts, one after the other."""
-    setup = {
-        "rounds": ROUNDS, "shared_tokens": SHARED_TOKENS, "sharers": SHARERS, "chats": CHATS, "long_tokens": LONG_TOKENS,
-        "speculate": SPECULATE,
-    }
-    result = Result("engine", setup=setup)
-    tokenizer = Tokenizer(embedded_model() / "tokenizer.json")
-    result.figures = [*shared_prefix(tokenizer), *long_prompts(tokenizer), *repetition(tokenizer)]
-    return result
-
-
-def shared_prefix(tokenizer: Tokenizer) -> list[Figure]:
+def shared_prefix() -> Result:
     """The time of requests that begin alike, with the cache over without it."""
+    setup = {"rounds": ROUNDS, "shared_tokens": SHARED_TOKENS, "sharers": SHARERS}
+    result, tokenizer = Result("shared_prefix", setup=setup), model_tokenizer()
     on, off = Service(), Service("--no-prefix-caching")
     ratios, cached, plain = [], [], []
     try:
@@ -53,15 +43,18 @@ def shared_prefix(tokenizer: Tokenizer) -> list[Figure]:
     finally:
         on.stop()
         off.stop()
-    return [
+    result.figures = [
         Figure("shared prefix, without the cache", "s", median(plain), samples=tuple(plain)),
         Figure("shared prefix, with it", "s", median(cached), samples=tuple(cached)),
         Figure("shared prefix, with / without", "x", median(ratios), below=0.3, samples=tuple(ratios)),
     ]
+    return result
 
 
-def long_prompts(tokenizer: Tokenizer) -> list[Figure]:
+def long_prompts() -> Result:
     """How far apart the tokens of chats are while long prompts come one after the other."""
+    setup = {"rounds": ROUNDS, "chats": CHATS, "chat_tokens": CHAT_TOKENS, "long_tokens": LONG_TOKENS}
+    result, tokenizer = Result("long_prompts", setup=setup), model_tokenizer()
     service = Service("--max-input-tokens", "6000", "--max-total-tokens", "6200")
     try:
         service.wait_ready()
@@ -75,13 +68,14 @@ def long_prompts(tokenizer: Tokenizer) -> list[Figure]:
             chunk.append(longest)
     finally:
         service.stop()
-    return [
+    result.figures = [
         Figure("chats alone, p50 between tokens", "ms", percentile(alone, 50) * 1e3),
         Figure("chats beside long prompts, p99 between tokens", "ms", percentile(beside, 99) * 1e3),
         Figure("the same / twice the p50 and one step of 100 ms", "x",
                percentile(beside, 99) / (2 * percentile(alone, 50) + 0.1), below=1),
         Figure("a long prompt's first token", "s", median(chunk), samples=tuple(chunk)),
     ]
+    return result
 
 
 async def with_long_prompts(
@@ -100,8 +94,9 @@ async def with_long_prompts(
     return await task, median(times)
 
 
-def repetition(tokenizer: Tokenizer) -> list[Figure]:
+def speculation() -> Result:
     """Tokens per second of one stream with guesses over without: text that copies its prompt, and text that does not."""
+    result, tokenizer = Result("speculation", setup={"rounds": ROUNDS, "speculate": SPECULATE}), model_tokenizer()
     plain, guessing = Service(), Service("--speculate", str(SPECULATE))
     copying: list[float] = []
     free: list[float] = []
@@ -117,10 +112,16 @@ def repetition(tokenizer: Tokenizer) -> list[Figure]:
     finally:
         plain.stop()
         guessing.stop()
-    return [
+    result.figures = [
         Figure("speculation on text that copies, with / without", "x", median(copying), at_least=1.4, samples=tuple(copying)),
         Figure("speculation on other text, with / without", "x", median(free), at_least=0.97, samples=tuple(free)),
     ]
+    return result
+
+
+def model_tokenizer() -> Tokenizer:
+    """The default model's."""
+    return Tokenizer(embedded_model() / "tokenizer.json")
 
 
 def words(seed: int) -> list[str]:
