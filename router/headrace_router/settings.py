@@ -86,6 +86,7 @@ class RouterSettings:
         "auto", "tags around what the model thinks before it answers; auto: those of its chat template; none: all is answer",
         env="HEADRACE_REASONING_PARSER", choices=REASONING_PARSERS,
     )
+    disable_grammar_support: bool = option(False, "refuse what needs a grammar: forms of the output, calls that must be made")
     graceful_termination_timeout: float = option(
         90.0, "seconds that running requests get to finish at SIGTERM", flags=("-g",), minimum=0,
     )
