@@ -77,6 +77,10 @@ class RunningBatch:
         assert request is not None
         return request
 
+    def tokens_left(self, slot: int) -> int:
+        """How many more tokens the request's own limit allows."""
+        return int(self.max_new[slot] + self.prompt[slot] - self.known[slot])
+
     def blocks(self, slot: int) -> list[int]:
         """Block numbers that the slot holds."""
         numbers: list[int] = self.table[slot, : self.held[slot]].tolist()

@@ -36,6 +36,7 @@ class Outcome:
             Slots that had draft tokens, and how many of them were right.
         """
         rows, table = self._rows, self._table
+        known = {slot: int(rows.known[slot]) for slot in rows.constraints}
         rows.computed[plan.slots] += plan.counts
         self._store(np.setdiff1d(plan.slots, plan.sampled[choice.failed]))
         right = dict.fromkeys(plan.sampled[plan.rounds == 1].tolist(), 0)
@@ -57,7 +58,7 @@ class Outcome:
                 table.result_of(batch)
                 batch.call.steps += 1
         if rows.constraints and self._grammars is not None:
-            grammar_steps.advance(plan, choice.tokens.tolist(), rows, self._grammars)
+            grammar_steps.advance(known, rows, self._grammars)
         return right
 
     def fail(self, plan: Plan, message: str) -> None:

@@ -74,6 +74,9 @@ class Timings:
     prefill_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of the draft tokens
+    draft: float = 0.0  # seconds of guessing, within `total`
+    model_draft_tokens: int = 0  # of the draft tokens, those that the draft model guessed
+    model_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -180,7 +180,8 @@ def step_message(result: rq.StepResult) -> pb.Step:
             forward_us=int(timings.forward * 1e6), sample_us=int(timings.sample * 1e6),
             total_us=int(timings.total * 1e6),
             decode_tokens=timings.decode_tokens, prefill_tokens=timings.prefill_tokens,
-            draft_tokens=timings.draft_tokens, accepted_tokens=timings.accepted_tokens,
+            draft_tokens=timings.draft_tokens, accepted_tokens=timings.accepted_tokens, draft_us=int(timings.draft * 1e6),
+            model_draft_tokens=timings.model_draft_tokens, model_accepted_tokens=timings.model_accepted_tokens,
         ),
     )
     message.intermediates.request_id.extend(result.request_ids)

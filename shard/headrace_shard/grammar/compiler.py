@@ -18,6 +18,7 @@ from headrace_shard.grammar.state import Constraint, Mask
 
 TRIED = 512  # tokens that are tried for whether they end an output
 KEPT = 64  # grammars that are kept compiled
+PATIENCE = 0.010  # seconds that a step waits for masks after a forward pass
 MASK_THREADS = 4  # a slow mask holds up only its own row, as long as there are threads for the others
 
 
@@ -41,10 +42,21 @@ class GrammarCompiler:
         self._compiling.submit(self._begin, constraint, output, last)
         return constraint
 
-    def advance(self, constraint: Constraint, token: int, last: bool = False) -> None:
-        """The request has got this token: find what may follow."""
+    def advance(self, constraint: Constraint, tokens: Sequence[int], last: bool = False) -> None:
+        """The request has got these tokens: find what may follow."""
         constraint.busy = True
-        self._filling.submit(self._follow, constraint, token, last)
+        self._filling.submit(self._follow, constraint, tokens, last)
+
+    def branch(self, constraint: Constraint) -> None:
+        """Forget the draft tokens of a constraint that is ready: others will follow."""
+        constraint.branch, constraint.ahead = None, []
+
+    def look(self, constraint: Constraint, drafts: Sequence[int], left: int) -> None:
+        """The request, which may get `left` more tokens, has these draft tokens behind those of earlier calls since the
+        last `branch`: find what may follow each.
+        """
+        constraint.busy = True
+        self._filling.submit(self._explore, constraint, drafts, left)
 
     def wait(self, constraints: Sequence[Constraint], seconds: float) -> None:
         """Wait until these are ready, no longer than so many seconds."""
@@ -63,10 +75,23 @@ class GrammarCompiler:
             constraint.matcher = self._matcher(constraint.grammar)
             self._go_on(constraint, constraint.matcher, list(output), last)
 
-    def _follow(self, constraint: Constraint, token: int, last: bool) -> None:
+    def _follow(self, constraint: Constraint, tokens: Sequence[int], last: bool) -> None:
         with self._work(constraint):
             assert constraint.matcher is not None
-            self._go_on(constraint, constraint.matcher, [token], last)
+            self._go_on(constraint, constraint.matcher, list(tokens), last)
+
+    def _explore(self, constraint: Constraint, drafts: Sequence[int], left: int) -> None:
+        with self._work(constraint), contextlib.suppress(GrammarError):  # that is for tokens that count
+            if constraint.branch is None:
+                assert constraint.matcher is not None
+                constraint.branch = constraint.matcher.deep_copy()
+            for token in drafts:
+                if constraint.branch.is_stopped() or not constraint.branch.try_consume_tokens([token]):
+                    return
+                if constraint.branch.is_stopped():
+                    return
+                mask, last = self._fill(constraint, constraint.branch), left - len(constraint.ahead) == 2
+                constraint.ahead.append(self._ending(constraint.branch, mask) if last else mask)
 
     @contextlib.contextmanager
     def _work(self, constraint: Constraint) -> Iterator[None]:
