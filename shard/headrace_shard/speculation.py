@@ -73,6 +73,7 @@ class Speculation:
         self._rate = np.full((2, rows.slots), HOPE)
         self._since = np.zeros((2, rows.slots), dtype=np.int64)  # tokens known when the row was last tried
         self._pause = np.full(rows.slots, PAUSE)  # of the draft model
+        self._tried: frozenset[int] = frozenset()  # slots whose last guess was only to see whether they would pay
         self._order = np.zeros(rows.slots, dtype=np.int64)  # admission that these figures are about
         self._requests, self._hope = 0, HOPE  # what the draft model is credited with, by all requests so far
 
@@ -125,6 +126,8 @@ class Speculation:
             self.guessed.right += right
             if right:
                 self._pause[slot] = PAUSE
+            elif slot in self._tried:
+                self._pause[slot] *= BACK_OFF
 
     def _known(self, slot: int) -> int:
         return int(self._rows.known[slot])
@@ -172,13 +175,12 @@ class Speculation:
             return None
         each = pace.draft_price() * at_work + pace.round_price()
         count, saved = worth(self._rate[MODEL, slot], each, most)
-        if not count and not gain and known - self._since[MODEL, slot] >= self._pause[slot]:
-            self._since[MODEL, slot] = known
-            self._pause[slot] *= BACK_OFF
+        backlog, pause = drafter.backlog(slot), self._pause[slot]
+        if not count and not gain and known - self._since[MODEL, slot] >= pause >= backlog - PAUSE:
             return Wish(1, is_try=True)
         # The time that its guesses save in the rest of the request is to be more than what it takes to catch up.
         rest = USED * self._rows.tokens_left(slot) * saved / (1 + saved + count * each)
-        if saved <= gain or (drafter.backlog(slot) - 2) * pace.catch_up_price() * at_work > rest:
+        if saved <= gain or (backlog - 2) * pace.catch_up_price() * at_work > rest:
             return None
         return Wish(count, is_try=False)
 
@@ -189,6 +191,7 @@ class Speculation:
             s for s, w in wishes.items() if not w.is_try and self._rate[MODEL, s] <= verified + shared / len(wishes)
         ]:
             wishes = {slot: wish for slot, wish in wishes.items() if slot not in worthless}
+        self._tried = frozenset(slot for slot, wish in wishes.items() if wish.is_try)
         wanted = {slot: w.most for slot, w in wishes.items() if grow(slot, self._known(slot) + w.most)}
         if not wanted or self._drafter is None:
             return {}
