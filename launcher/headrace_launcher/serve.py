@@ -41,7 +41,7 @@ def serve(plan: Plan) -> int:
             else:
                 prefix = str(stack.enter_context(private_folder(run_base())) / "shard")
             model = find_model(plan, stack)
-            plan = _with_draft(plan, model, stack)
+            plan = with_draft(plan, model, stack)
             asyncio.run(Supervisor(plan, model, prefix, functools.partial(_announce, plan), began).run())
     except HeadraceError as error:
         complain(str(error), plan.launcher.json_output)
@@ -60,7 +60,7 @@ def find_model(plan: Plan, stack: contextlib.ExitStack) -> Resolved:
     )
 
 
-def _with_draft(plan: Plan, model: Resolved, stack: contextlib.ExitStack) -> Plan:
+def with_draft(plan: Plan, model: Resolved, stack: contextlib.ExitStack) -> Plan:
     """The plan with the folder of the draft model, if there is to be one.
 
     Raises:
