@@ -16,7 +16,7 @@ PROTO := proto/headrace/v1/generation.proto
 GENERATED := proto/headrace/v1/generation_pb2_grpc.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto run chat test test-kernels judges test-failures soak test-image lint bench bench-peers clean
+.PHONY: help install proto run chat test test-kernels test-cuda judges test-failures soak test-image lint bench bench-peers clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{ t = $$2; $$1 = $$2 = ""; printf "  make %-12s%s\n", t, $$0 }'
@@ -78,6 +78,9 @@ test: $(VENV)/.headrace-model $(GENERATED) lint ## lint, then the test suite
 
 test-kernels: $(VENV)/.headrace-model $(GENERATED) ## the CPU kernels: a hundred times as many shapes, and the sanitizers (2 min)
 	HEADRACE_TEST_FUZZ=100 $(BIN)/python -m pytest tests/kernels tests/unit/shard/test_kernels.py -m "kernels or not kernels" $(ARGS)
+
+test-cuda: $(VENV)/.headrace-model $(GENERATED) ## what needs a GPU, on a machine that has one (1 min)
+	$(BIN)/python -m pytest tests/cuda -m cuda -rs $(ARGS)
 
 test-failures: $(VENV)/.headrace-model $(GENERATED) ## every row of the failure matrix (some minutes)
 	$(BIN)/python -m pytest tests/failures -m "failures or not failures" -s $(ARGS)

@@ -34,7 +34,7 @@ SUMS = 2000
 TRANSPORTS = {
     "shared memory": meet,
     "gloo": lambda settings, rendezvous, device, threads: DistributedGroup(
-        settings.rank, settings.num_shard, rendezvous, "gloo"
+        settings.rank, settings.num_shard, rendezvous, device
     ),
 }
 

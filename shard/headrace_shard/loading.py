@@ -70,12 +70,13 @@ def meet(settings: ShardSettings, rendezvous: str, device: torch.device, threads
     if world_size == 1:
         return Alone()
     if device.type == "cuda":
-        return DistributedGroup(rank, world_size, rendezvous, "nccl")
+        torch.cuda.set_device(device)
+        return DistributedGroup(rank, world_size, rendezvous, device)
     try:
         return SharedMemoryGroup(rank, world_size, Path(rendezvous), threads)
     except BuildFailed as error:
         log.info("%s: the ranks exchange their sums over gloo instead of shared memory", error)
-        return DistributedGroup(rank, world_size, rendezvous, "gloo")
+        return DistributedGroup(rank, world_size, rendezvous, device)
 
 
 def load(

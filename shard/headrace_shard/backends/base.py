@@ -35,6 +35,7 @@ class Backend(Protocol):
     holds its part of the weights; `embed`, `output`, `mlp` and `head` do the collectives that their parts need.
     """
 
+    device: torch.device  # on which everything of a step lies
     passes: Passes  # over the logits
     precision: Precision  # in which it takes matrices
 

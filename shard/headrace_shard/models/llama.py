@@ -103,7 +103,7 @@ class LlamaModel(Model):
             self.config.attention, heads=len(self._part.heads), kv_heads=len(self._part.kv_heads)
         )
         self._backend = backend
-        self._frequencies = inverse_frequencies(config, self.attention.head_dim)
+        self._frequencies = inverse_frequencies(config, self.attention.head_dim).to(backend.device)
         mine = range(min(self._part.vocab.start, self.vocab_size), min(self._part.vocab.stop, self.vocab_size))
         table = weights.table("model.embed_tokens.weight", (self.config.vocab, self.config.hidden))
         self._embedding = backend.pack_embedding(table, mine)

@@ -1,4 +1,4 @@
-"""The ranks of a group over torch.distributed: NCCL where CUDA is; gloo where there are no compiled kernels."""
+"""The ranks of a group over torch.distributed: NCCL for what lies on GPUs, gloo for what lies in memory."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from headrace_shard.parallel.group import BOTH_HALVES, LOAD_TIMEOUT, GroupBroken
 
 
 class DistributedGroup:
-    """gloo on a CPU, NCCL where CUDA is. An error or a timeout in a collective is `GroupBroken`."""
+    """Collectives on GPUs' and on the host's tensors. An error or a timeout in one is `GroupBroken`."""
 
-    def __init__(self, rank: int, world_size: int, rendezvous: str, backend: str) -> None:
+    def __init__(self, rank: int, world_size: int, rendezvous: str, device: torch.device) -> None:
         """Meet the other ranks through a file that all of them see.
 
         Raises:
             StartupError: not all came within LOAD_TIMEOUT.
         """
-        self.rank, self.world_size, self._backend = rank, world_size, backend
+        self.rank, self.world_size, self._device = rank, world_size, device
+        self._backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self._rendezvous = Path(rendezvous)
-        if backend == "gloo":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of one host talk over loopback
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of one host talk over loopback
         try:
             dist.init_process_group(
-                backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size,
+                self._backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size,
                 timeout=timedelta(seconds=LOAD_TIMEOUT),
             )
         except (RuntimeError, ValueError) as error:
@@ -41,7 +41,7 @@ class DistributedGroup:
         agreed = float(self.broadcast(torch.tensor([seconds], dtype=torch.float64))[0])
         with self._guard():
             self._group = dist.new_group(timeout=timedelta(seconds=agreed), backend=self._backend)
-        self.sum(torch.zeros(1))  # all are in it: from here on nobody reads the rendezvous file
+        self.sum(torch.zeros(1, device=self._device))  # all are in it: from here on nobody reads the rendezvous file
         self._rendezvous.unlink(missing_ok=True)
         return agreed
 
