@@ -1,7 +1,7 @@
 """What the engine makes of traffic: shared prefixes, long prompts beside chats, text that repeats itself.
 
 Each pair of figures comes from the same run: with the prefix cache and without, chats alone and beside long prompts, with
-speculation and without.
+speculation and without, in float32 with the model's own 4-bit weights as its draft and without.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from headrace._common.tokenizing import Tokenizer
 from headrace_launcher.bench import load
 from headrace_launcher.bench.prompts import numbered_list
 from headrace_launcher.bench.stats import median, percentile
+from headrace_launcher.models import embedded
 from tests.processes import Service
 
 ROUNDS = 3
@@ -28,14 +29,16 @@ SPECULATE = 6
 
 
 def measure() -> Result:
-    """The three parts, one after the other."""
+    """The four parts, one after the other."""
     setup = {
         "rounds": ROUNDS, "shared_tokens": SHARED_TOKENS, "sharers": SHARERS, "chats": CHATS, "long_tokens": LONG_TOKENS,
         "speculate": SPECULATE,
     }
     result = Result("engine", setup=setup)
     tokenizer = Tokenizer(embedded_model() / "tokenizer.json")
-    result.figures = [*shared_prefix(tokenizer), *long_prompts(tokenizer), *repetition(tokenizer)]
+    result.figures = [
+        *shared_prefix(tokenizer), *long_prompts(tokenizer), *repetition(tokenizer), *draft_model(tokenizer),
+    ]
     return result
 
 
@@ -123,6 +126,26 @@ def repetition(tokenizer: Tokenizer) -> list[Figure]:
     ]
 
 
+def draft_model(tokenizer: Tokenizer) -> list[Figure]:
+    """Tokens per second of one stream in float32, greedy and sampled, with the 4-bit weights as its draft over without."""
+    exact = ("--dtype", "float32")
+    plain, guessing = Service(*exact), Service(*exact, "--draft-model-id", embedded.NAME)
+    ratios: dict[float, list[float]] = {0.0: [], 0.8: []}
+    try:
+        for turn in range(ROUNDS):
+            prompt = tokenizer.encode(f"Once upon a time a {words(turn)[0]} met a {words(turn)[1]}, and")
+            for temperature, into in ratios.items():
+                rates = [median(serve(s.wait_ready(), [prompt], 96, temperature).decode_rates) for s in (plain, guessing)]
+                into.append(rates[1] / rates[0])
+    finally:
+        plain.stop()
+        guessing.stop()
+    return [
+        Figure("draft model of 4 bits for float32, with / without", "x", median(ratios[0.0]), samples=tuple(ratios[0.0])),
+        Figure("the same at temperature 0.8", "x", median(ratios[0.8]), samples=tuple(ratios[0.8])),
+    ]
+
+
 def words(seed: int) -> list[str]:
     """A dozen nouns."""
     return [line.split(". ")[1] for line in numbered_list(60, seed).splitlines()]
@@ -138,13 +161,13 @@ def gaps(outcome: load.Outcome) -> list[float]:
     return [b - a for answer in outcome.answers for a, b in pairwise(answer.times)]
 
 
-def serve(service: Service, prompts: Sequence[load.Prompt], tokens: int) -> load.Outcome:
+def serve(service: Service, prompts: Sequence[load.Prompt], tokens: int, temperature: float = 0.0) -> load.Outcome:
     """All prompts at once.
 
     Raises:
         RuntimeError: an answer failed, or ended early, and so would make a figure of less work.
     """
-    spec = load.Load(service.url, concurrency=len(prompts), output_len=tokens, ignore_eos=True)
+    spec = load.Load(service.url, concurrency=len(prompts), output_len=tokens, ignore_eos=True, temperature=temperature)
     outcome = uvloop.run(load.run(spec, prompts))
     if outcome.errors() or any(answer.tokens != tokens for answer in outcome.answers):
         raise RuntimeError(f"errors: {outcome.errors()}; answers of {[a.tokens for a in outcome.answers]} tokens")
