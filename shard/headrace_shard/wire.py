@@ -197,7 +197,7 @@ def _add_detail(step: pb.Step, detail: rq.Detail) -> None:
         request_id=detail.request_id, is_end=detail.finish_reason != rq.UNFINISHED,
         finish_reason=detail.finish_reason, message=detail.message, seed=detail.seed,
         prompt_tokens=detail.prompt_tokens, generated_tokens=detail.generated_tokens,
-        cached_tokens=detail.cached_tokens,
+        cached_tokens=detail.cached_tokens, draft_tokens=detail.draft_tokens, accepted_tokens=detail.accepted_tokens,
     )
     if detail.detokenizer:
         text = "".join(detail.detokenizer.push(token) for token in detail.tokens)

@@ -76,6 +76,7 @@ def test_a_draft_of_the_same_mind_is_always_right() -> None:
     d = Pair()
     assert d.serve(request(1, [5, 6, 7], 101)) == {1: expected([5, 6, 7], 101)}
     assert d.right == d.proposed == 80
+    assert (d.details[-1].draft_tokens, d.details[-1].accepted_tokens) == (80, 80)
     assert len(d.model.sizes) == 21  # the prompt, and 5 tokens a step
     assert d.small.sizes == [4, 1, 1, 1] + 19 * [2, 1, 1, 1]  # the last guess and the token behind it, then one by one
 
@@ -87,6 +88,7 @@ def test_wrong_guesses_are_forgotten() -> None:
     assert d.right > 60
     wrong = [len(tokens) for tokens in d.small.seen if mostly(tokens) != follows(tokens)]
     assert d.proposed - d.right >= len(wrong) > 5
+    assert (d.details[-1].draft_tokens, d.details[-1].accepted_tokens) == (d.proposed, d.right)
 
 
 def test_a_draft_that_is_no_good_is_left_alone() -> None:
