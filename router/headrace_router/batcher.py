@@ -22,7 +22,7 @@ import logging
 import secrets
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 import grpc
@@ -189,7 +189,7 @@ class Batcher:
     async def _filter(self) -> None:
         """Free the requests that have left. The answer is awaited: a Prefill sent now could overtake the Filter."""
         batch_id, gone, keep = self._batch_id, set(self._roster.leaving), list(self._roster.running)
-        stub = self._shard.stub
+        stub, begun = self._shard.stub, time.perf_counter()
         try:
             if batch_id and keep:
                 filter_request = pb.FilterRequest(batch_id=batch_id, owner=self._owner, request_ids=keep)
@@ -203,6 +203,7 @@ class Batcher:
                 return
         if not keep and self._batch_id == batch_id:
             self._batch_id = 0
+        self._metrics.batch_filter_duration["decode"].observe(time.perf_counter() - begun)
         self._roster.leaving -= gone
         self._unblock()
 
@@ -309,12 +310,22 @@ class Batcher:
         metrics.batch_inference_success[method] += 1
         metrics.batch_inference_duration[method].observe(step.timings.total_us * 1e-6)
         metrics.batch_forward_duration[method].observe(step.timings.forward_us * 1e-6)
+        metrics.batch_decode_duration[method].observe(step.timings.sample_us * 1e-6)
+        rows = step.intermediates.request_id
+        if step.timings.accepted_tokens:
+            for tokens in Counter(rows).values():
+                metrics.skipped_tokens.observe(tokens - 1)
+        else:
+            metrics.skipped_tokens.observe(0, len(rows))
 
     def _confirm(self, call: Call, step: pb.Step) -> None:
         """The first Step of a call: a Prefill's requests are in the batch, whose id is known now."""
         call.confirmed = True
         if call.method == "prefill":
             self._metrics.batch_next_size.observe(len(call.entries))
+            if call.batch_id:
+                self._metrics.batch_concat["chunking"] += 1
+                self._metrics.batch_concat_duration["decode"].observe(time.perf_counter() - call.sent)
             self._batch_id = step.batch_id
             self._admitting, self._most = False, NO_LIMIT
             self._decode_due = step.running > 0

@@ -11,8 +11,10 @@ from headrace.v1 import generation_pb2 as pb
 
 DURATIONS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
 SIZES = tuple(float(n) for n in range(1, 1025))
+DRAFTS = tuple(float(n) for n in range(17))
 METHODS = ("prefill", "decode")
 GUESSES = ("lookup", "model")
+JOINING = ("backpressure", "wait_exceeded", "chunking")  # TGI's reasons; requests join a batch by chunks here
 FAILURES = (
     "overloaded", "validation", "incomplete", "generation", "dropped", "template", "unhealthy", "rate_limited", "timeout",
 )
@@ -34,9 +36,9 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def lines(self, name: str, labels: str) -> Iterable[str]:
         seen = 0
@@ -80,6 +82,7 @@ class Metrics:
         self.generated_tokens = Histogram(linear(max_total_tokens))
         self.max_new_tokens = Histogram(linear(max_total_tokens))
         self.input_length = Histogram(linear(max_input_tokens))
+        self.skipped_tokens = Histogram(DRAFTS)
         self.prefix_cache_queried_tokens = 0
         self.prefix_cache_hit_tokens = 0
         self._draft_tokens = dict.fromkeys(GUESSES, 0)
@@ -90,6 +93,10 @@ class Metrics:
         self.batch_inference_failure = dict.fromkeys(METHODS, 0)
         self.batch_inference_duration = {method: Histogram(DURATIONS) for method in METHODS}
         self.batch_forward_duration = {method: Histogram(DURATIONS) for method in METHODS}
+        self.batch_decode_duration = {method: Histogram(DURATIONS) for method in METHODS}
+        self.batch_filter_duration = {"decode": Histogram(DURATIONS)}
+        self.batch_concat = dict.fromkeys(JOINING, 0)
+        self.batch_concat_duration = {"decode": Histogram(DURATIONS)}
 
     def refused(self, tenant: str, workload: str, reason: str) -> None:
         """A call was turned away with 429 or 503."""
@@ -154,6 +161,7 @@ class Metrics:
         histogram("tgi_request_generated_tokens", "Output tokens", self.generated_tokens)
         histogram("tgi_request_max_new_tokens", "Output tokens allowed", self.max_new_tokens)
         histogram("tgi_request_input_length", "Prompt tokens", self.input_length)
+        histogram("tgi_request_skipped_tokens", "Tokens of a request in a step beyond the first", self.skipped_tokens)
         plain("tgi_queue_size", "gauge", "Requests that wait", gauges.queue_size())
         plain("headrace_queue_tokens", "gauge", "Tokens that these may take", gauges.queue_tokens())
         plain("tgi_batch_current_size", "gauge", "Requests that run", gauges.batch_size())
@@ -172,4 +180,8 @@ class Metrics:
         labelled("tgi_batch_inference_failure", "method", "Calls that failed", self.batch_inference_failure)
         by_method("tgi_batch_inference_duration", "Seconds of one step", self.batch_inference_duration)
         by_method("tgi_batch_forward_duration", "Seconds of one forward pass", self.batch_forward_duration)
+        by_method("tgi_batch_decode_duration", "Seconds of one step's sampling", self.batch_decode_duration)
+        by_method("tgi_batch_filter_duration", "Seconds until requests that left were out", self.batch_filter_duration)
+        labelled("tgi_batch_concat", "reason", "Prefills that joined a running batch", self.batch_concat)
+        by_method("tgi_batch_concat_duration", "Seconds until such were in it", self.batch_concat_duration)
         return "\n".join(out) + "\n"

@@ -439,7 +439,8 @@ async def test_info_and_metrics(server: Running) -> None:
     assert {
         "tgi_request_count 2", "tgi_request_success 1", 'tgi_request_failure{err="validation"} 1',
         "tgi_request_generated_tokens_sum 4", "tgi_queue_size 0", "tgi_batch_current_size 0",
-        'tgi_batch_inference_count{method="prefill"} 1',
+        'tgi_batch_inference_count{method="prefill"} 1', 'tgi_batch_decode_duration_count{method="prefill"} 1',
+        "tgi_request_skipped_tokens_count 4", "tgi_request_skipped_tokens_sum 0",
     } <= lines
 
 

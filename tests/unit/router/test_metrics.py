@@ -26,6 +26,24 @@ def test_names_and_values() -> None:
     assert sum(1 for _ in text_string_to_metric_families(text)) == len(helps)
 
 
+# What the dashboard that TGI brings asks for, beside _bucket, _sum and _count of histograms.
+DASHBOARD = (
+    "tgi_request_count", "tgi_request_success", "tgi_request_failure", "tgi_request_duration",
+    "tgi_request_validation_duration", "tgi_request_queue_duration", "tgi_request_inference_duration",
+    "tgi_request_mean_time_per_token_duration", "tgi_request_generated_tokens", "tgi_request_max_new_tokens",
+    "tgi_request_input_length", "tgi_request_skipped_tokens", "tgi_queue_size", "tgi_batch_current_size",
+    "tgi_batch_current_max_tokens", "tgi_batch_next_size", "tgi_batch_concat", "tgi_batch_inference_count",
+    "tgi_batch_inference_success", "tgi_batch_inference_failure", "tgi_batch_inference_duration",
+    "tgi_batch_forward_duration", "tgi_batch_decode_duration", "tgi_batch_filter_duration", "tgi_batch_concat_duration",
+)
+
+
+def test_every_name_of_tgi_is_there() -> None:
+    kinds = dict(line.split()[2:4] for line in Metrics(100, 200).render(GAUGES).splitlines() if line.startswith("# TYPE"))
+    assert set(DASHBOARD) <= kinds.keys()
+    assert kinds["tgi_request_skipped_tokens"] == "histogram"
+
+
 def test_buckets_are_cumulative_and_inclusive() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
