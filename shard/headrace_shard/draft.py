@@ -114,9 +114,9 @@ class Drafter:
         return min(int(self._computed[slot]), int(self._rows.known[slot]) - 1)
 
     def _backlogs(self, wanted: dict[int, int], budget: int) -> dict[int, tuple[int, int]]:
-        """(first position, tokens) of what each row has to catch up, as far as budget and blocks go."""
+        """(first position, tokens) of what each row has to catch up, as far as budget and blocks go; the least first."""
         feed = {}
-        for slot, most in wanted.items():
+        for slot, most in sorted(wanted.items(), key=lambda item: self.backlog(item[0])):
             start, known = self._seen(slot), int(self._rows.known[slot])
             count = min(known - start, budget)
             if count > 0 and self._reserve(slot, known + most, wanted):

@@ -215,8 +215,8 @@ class Mixed(MemoryModel):
 
 
 def test_sampled_text_keeps_its_distribution() -> None:
-    """The third token of 4,000 requests, as often as the chain says (chi-squared); guesses are near, but often wrong."""
-    count, hot = 4000, SamplingParams(sampled=True, temperature=1.3)
+    """The third token of 3,000 requests, as often as the chain says (chi-squared); guesses are near, but often wrong."""
+    count, hot = 3000, SamplingParams(sampled=True, temperature=1.3)
     d = Pair(blocks=600, rows=256, step_tokens=4096, draft_blocks=600)
     d.model = d.executor._runner = Mixed(600, 1)
     d.speculation._drafter._model = small = Mixed(600, 1)  # type: ignore[union-attr]
@@ -231,7 +231,7 @@ def test_sampled_text_keeps_its_distribution() -> None:
         rest = d.decode(d.batch_id(first))
         d.run()
         seen.update(tokens[2] for tokens in d.tokens(first, rest).values())
-        timings = [step.timings for step in d.out[rest]]
+        timings = [step.timings for call in (first, rest) for step in d.out[call]]
         proposed += sum(t.model_draft_tokens for t in timings)
         right += sum(t.model_accepted_tokens for t in timings)
     assert 0.2 < right / proposed < 0.9
@@ -251,7 +251,7 @@ JOBS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(JOBS, st.sampled_from([follows, mostly]), st.integers(2, 40), st.integers(2, 20))
 def test_no_token_depends_on_the_draft_model(
     jobs: list[tuple[list[int], int, int]], says: Says, step_tokens: int, draft_blocks: int
