@@ -224,7 +224,7 @@ def test_no_feature_changes_a_text(
     assert bool(server.executor._prefix.hits) == caching
     assert bool(server.accepted) == (guesses != "none")
     assert bool(server.of_model) == (guesses == "model")
-    assert (len(set(server.preempted)) >= 2) == (blocks == FEW)  # other ones for other features
+    assert bool(server.preempted) == (blocks == FEW)  # other ones for other features
     assert server.manager.free == blocks
     drafter = server.executor._speculation._drafter
     assert drafter is None or drafter.blocks.free == FEW
