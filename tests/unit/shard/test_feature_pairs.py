@@ -119,7 +119,7 @@ class Server:
             draft=DraftModel(Rough(FEW), LONGEST - 20, FEW) if self.draft else None,
         )
         pace = self.executor._scheduler.pace
-        pace.draft_price = pace.round_price = lambda: 0.01  # type: ignore[method-assign]
+        pace.draft_price = pace.round_price = pace.catch_up_price = lambda: 0.01  # type: ignore[method-assign]
         self.left: set[int] = set()
         self.waiting: list[int] = []
 
