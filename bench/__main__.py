@@ -19,6 +19,7 @@ from bench.figures import Figure, recorded, table
 BENCHMARKS = {
     "boundary": boundary.measure, "capacity": capacity.measure, "grammars": grammars.measure,
     "long_prompts": engine.long_prompts, "shared_prefix": engine.shared_prefix, "speculation": engine.speculation,
+    "draft_model": engine.draft_model,
     "startup": startup.measure, "stream_vs_transformers": stream_vs_transformers.measure, "streaming": streaming.measure,
 }
 BUSY = 0.5  # load average from which figures are doubtful

@@ -1,7 +1,7 @@
 """What the engine makes of traffic: shared prefixes, long prompts beside chats, text that repeats itself. A record each.
 
 Each pair of figures comes from the same run: with the prefix cache and without, chats alone and beside long prompts, with
-speculation and without.
+speculation and without, in float32 with the model's own 4-bit weights as its draft and without.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from headrace._common.tokenizing import Tokenizer
 from headrace_launcher.bench import load
 from headrace_launcher.bench.prompts import numbered_list
 from headrace_launcher.bench.stats import median, percentile
+from headrace_launcher.models import embedded
 from tests.processes import Service
 
 ROUNDS = 3
@@ -119,6 +120,28 @@ def speculation() -> Result:
     return result
 
 
+def draft_model() -> Result:
+    """Tokens per second of one stream in float32, greedy and sampled, with the 4-bit weights as its draft over without."""
+    result, tokenizer = Result("draft_model", setup={"rounds": ROUNDS}), model_tokenizer()
+    exact = ("--dtype", "float32")
+    plain, guessing = Service(*exact), Service(*exact, "--draft-model-id", embedded.NAME)
+    ratios: dict[float, list[float]] = {0.0: [], 0.8: []}
+    try:
+        for turn in range(ROUNDS):
+            prompt = tokenizer.encode(f"Once upon a time a {words(turn)[0]} met a {words(turn)[1]}, and")
+            for temperature, into in ratios.items():
+                rates = [median(serve(s.wait_ready(), [prompt], 96, temperature).decode_rates) for s in (plain, guessing)]
+                into.append(rates[1] / rates[0])
+    finally:
+        plain.stop()
+        guessing.stop()
+    result.figures = [
+        Figure("draft model of 4 bits for float32, with / without", "x", median(ratios[0.0]), samples=tuple(ratios[0.0])),
+        Figure("the same at temperature 0.8", "x", median(ratios[0.8]), samples=tuple(ratios[0.8])),
+    ]
+    return result
+
+
 def model_tokenizer() -> Tokenizer:
     """The default model's."""
     return Tokenizer(embedded_model() / "tokenizer.json")
@@ -139,13 +162,13 @@ def gaps(outcome: load.Outcome) -> list[float]:
     return [b - a for answer in outcome.answers for a, b in pairwise(answer.times)]
 
 
-def serve(service: Service, prompts: Sequence[load.Prompt], tokens: int) -> load.Outcome:
+def serve(service: Service, prompts: Sequence[load.Prompt], tokens: int, temperature: float = 0.0) -> load.Outcome:
     """All prompts at once.
 
     Raises:
         RuntimeError: an answer failed, or ended early, and so would make a figure of less work.
     """
-    spec = load.Load(service.url, concurrency=len(prompts), output_len=tokens, ignore_eos=True)
+    spec = load.Load(service.url, concurrency=len(prompts), output_len=tokens, ignore_eos=True, temperature=temperature)
     outcome = uvloop.run(load.run(spec, prompts))
     if outcome.errors() or any(answer.tokens != tokens for answer in outcome.answers):
         raise RuntimeError(f"errors: {outcome.errors()}; answers of {[a.tokens for a in outcome.answers]} tokens")

@@ -311,8 +311,7 @@ class Batcher:
     def _count(self, step: pb.Step, call: Call) -> None:
         metrics, method = self._metrics, call.method
         metrics.batch_inference_count[method] += 1
-        metrics.draft_tokens += step.timings.draft_tokens
-        metrics.accepted_draft_tokens += step.timings.accepted_tokens
+        metrics.drafted(step.timings)
         metrics.batch_inference_success[method] += 1
         metrics.batch_inference_duration[method].observe(step.timings.total_us * 1e-6)
         metrics.batch_forward_duration[method].observe(step.timings.forward_us * 1e-6)

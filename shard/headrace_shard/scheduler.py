@@ -64,6 +64,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None if no row can run. Rows that had to go for lack of KV blocks are preempted."""
+        self._speculation.begin()
         working = self._table.at_work()
         ready = [b for b in working if b.call and not b.call.blocked]
         active = [slot for batch in ready for slot in batch.slots.values()]
@@ -84,14 +85,7 @@ class Scheduler:
 
     def _drafts(self, decode: Ints) -> dict[int, int]:
         """How many draft tokens which slots have; they never cost another row its place."""
-        drafts: dict[int, int] = {}
-        room = self._max_step_tokens - len(decode)
-        for slot in decode.tolist() if self._speculation.most else ():
-            count = min(room, self._speculation.propose(slot, len(decode), self.pace))
-            if count > 0 and self._grow(slot, int(self._rows.known[slot]) + count):
-                drafts[slot] = count
-                room -= count
-        return drafts
+        return self._speculation.propose(decode, self._max_step_tokens - len(decode), self._grow, self.pace)
 
     def _budget(self, ready: list[Batch], decode_rows: int) -> int:
         """Prompt tokens of this step: the smallest limit of the calls at work."""

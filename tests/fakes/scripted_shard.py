@@ -90,6 +90,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         self.room = max_batch_size  # rows that fit; fewer than max_batch_size: RESOURCE_EXHAUSTED
         self.poison: int | None = None  # a prompt with this token id is refused
         self.healthy = True
+        self.guesses = 0, 0  # draft tokens that each request tells of, and how many of them were right
         self.features = ["prompt_logprobs", "grammar"]
         self.batches: dict[int, Batch] = {}
         self.prefills: list[pb.PrefillRequest] = []  # everything that was asked for, in order
@@ -304,6 +305,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
             detail = step.details.add(
                 request_id=request.id, is_end=bool(reason), finish_reason=reason, seed=request.sampling.seed,
                 prompt_tokens=len(request.token_ids.ids) - request.generated, generated_tokens=row.generated,
+                draft_tokens=self.guesses[0], accepted_tokens=self.guesses[1],
             )
             if count := request.want.top_n_tokens:
                 top = [token_id, *(i for i in range(40, 41 + count) if i != token_id)][:count]
