@@ -13,14 +13,14 @@ import argparse
 import os
 import sys
 
-from bench import boundary, broker, capacity, engine, grammars, network, startup, stream_vs_transformers, streaming
+from bench import boundary, broker, capacity, engine, grammars, host, network, startup, stream_vs_transformers, streaming
 from bench.figures import Figure, recorded, table
 
 BENCHMARKS = {
     "boundary": boundary.measure, "broker": broker.measure, "capacity": capacity.measure, "grammars": grammars.measure,
-    "long_prompts": engine.long_prompts, "network": network.measure, "shared_prefix": engine.shared_prefix,
-    "speculation": engine.speculation, "draft_model": engine.draft_model, "startup": startup.measure,
-    "stream_vs_transformers": stream_vs_transformers.measure, "streaming": streaming.measure,
+    "host": host.measure, "long_prompts": engine.long_prompts, "network": network.measure,
+    "shared_prefix": engine.shared_prefix, "speculation": engine.speculation, "draft_model": engine.draft_model,
+    "startup": startup.measure, "stream_vs_transformers": stream_vs_transformers.measure, "streaming": streaming.measure,
 }
 BUSY = 0.5  # load average from which figures are doubtful
 
