@@ -20,7 +20,7 @@ from headrace_shard.settings import ShardSettings, conflict
 
 # Set by the launcher for its children; nobody types them here.
 INTERNAL = frozenset({
-    "model_folder", "model_sha", "pause_above_load", "rank", "shard_restarts", "shard_target", "worker_socket",
+    "insecure", "model_folder", "model_sha", "pause_above_load", "rank", "shard_restarts", "shard_target", "worker_socket",
 })
 
 
@@ -28,10 +28,10 @@ INTERNAL = frozenset({
 OF_GATEWAYS = (
     "allow_open_workers", "broker", "disconnect_grace", "max_queue_time", "max_run_time", "no_worker_wait", "stall_timeout",
 )
-OF_WORKERS = ("insecure", "slots")
+OF_WORKERS = ("slots",)
 # Settings of a worker that lends another server, beside those of that server.
 OF_LENDING = frozenset({
-    "gateway", "insecure", "json_output", "log_level", "max_total_tokens", "model_id", "slots",
+    "gateway", "json_output", "log_level", "max_total_tokens", "model_id", "slots",
     "worker_token_file",
 })
 EMBEDDED = "embedded"  # as --broker
@@ -110,7 +110,7 @@ def worker_plan(given: dict[str, Any]) -> Plan:
     if made.router.gateway is None:
         raise click.UsageError("a worker needs --gateway URL")
     return dataclasses.replace(
-        made, router=dataclasses.replace(made.router, pause_above_load=own.pause_above_load),
+        made, router=dataclasses.replace(made.router, insecure=own.insecure, pause_above_load=own.pause_above_load),
         lends_what_is_wanted=not made.launcher.model_id,
     )
 

@@ -16,7 +16,6 @@ WITHOUT_MEANING: dict[str, tuple[bool, str]] = {
     "--cuda-graphs": (True, "graphs are captured as the device needs them"),
     "--cuda-memory-fraction": (True, "the KV cache is sized by --max-batch-total-tokens or by free memory"),
     "--disable-custom-kernels": (False, "no model has kernels that would need this"),
-    "--disable-grammar-support": (False, "a request without a grammar pays nothing for grammars"),
     "--enable-prefill-logprobs": (False, "`decoder_input_details` is always answered"),
     "--max-waiting-tokens": (True, "new requests join a running batch at every step"),
     "--ngrok": (False, "there is no tunnel"),

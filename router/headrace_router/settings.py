@@ -88,6 +88,7 @@ class RouterSettings:
         "auto", "tags around what the model thinks before it answers; auto: those of its chat template; none: all is answer",
         env="HEADRACE_REASONING_PARSER", choices=REASONING_PARSERS,
     )
+    disable_grammar_support: bool = option(False, "refuse what needs a grammar: forms of the output, calls that must be made")
     graceful_termination_timeout: float = option(
         90.0, "seconds that running requests get to finish at SIGTERM", flags=("-g",), minimum=0,
     )
@@ -114,7 +115,7 @@ class RouterSettings:
     )
     pause_above_load: float | None = option(None, "as `headrace worker` has it", env=None, minimum=0)
     worker_socket: str = option("", "control socket of a worker, as the launcher makes it", env=None)
-    insecure: bool = option(False, "let a worker use ws:// beyond this machine: its token can be read on the way", env=None)
+    insecure: bool = option(False, "as `headrace worker` has it", env=None)
     broker: str = option(
         "memory://", "where a gateway keeps its requests: memory://; embedded: a Valkey server of its own, on disk; redis://, "
         "rediss:// or unix:// of a Redis or Valkey server, which several gateways may share", env="HEADRACE_BROKER",
@@ -144,6 +145,7 @@ class RouterSettings:
 class LendingSettings:
     """What `headrace worker` has beside the flags of `headrace serve`."""
 
+    insecure: bool = option(False, "use ws:// beyond this machine: the token can be read on the way", env=None)
     pause_above_load: float | None = option(
         None, "load of the machine, as uptime shows for the last minute, above which no new requests are taken",
         env="HEADRACE_PAUSE_ABOVE_LOAD", minimum=0,

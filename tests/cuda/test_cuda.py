@@ -17,6 +17,7 @@ import torch
 
 from headrace_shard.backends.torch_backend import TorchBackend
 from headrace_shard.parallel.group import Alone
+from headrace_shard.sampling.bits import add, none_of
 from headrace_shard.sampling.params import SamplingParams
 from headrace_shard.sampling.passes import TorchPasses
 from headrace_shard.sampling.sampler import Row, choose
@@ -53,13 +54,14 @@ def test_choices_equal_those_of_the_cpu() -> None:
         {"temperature": 1.0, "min_p": 0.01, "seed": 5}, {"repetition_penalty": 1.3}, {"frequency_penalty": 1.0},
     ]
     seen = np.arange(50, dtype=np.int32)
-    allowed = np.zeros(49152, dtype=np.bool_)
-    allowed[::7] = True
+    allowed = none_of(49152 // 32)
+    for token in range(0, 49152, 7):
+        add(allowed, token)
     for index in range(20):
         logits = torch.randn(len(settings) + 1, 49152, generator=generator) * 4
         rows = [Row(SamplingParams(**p), seen, seen[:9], index, (3,), 5) for p in settings]
         rows.append(Row(SamplingParams(), NONE, NONE, index, (), 0, allowed))
-        one, other = choose(logits, rows, TorchPasses()), choose(logits.to(GPU), rows, TorchPasses())
+        other, one = choose(logits.to(GPU), rows, TorchPasses()), choose(logits, rows, TorchPasses())
         assert one.tokens.tolist() == other.tokens.tolist()
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-4)
         assert {i: ids for i, (ids, _) in one.top.items()} == {i: ids for i, (ids, _) in other.top.items()}

@@ -279,6 +279,11 @@ async def test_refused_messages(server: Running, body: dict[str, Any], words: st
         assert words in reply.json["error"]["message"]
 
 
+async def test_threads_are_refused_in_the_way_that_clients_go_on_without(server: Running) -> None:
+    reply = await server.post(MESSAGES, {"messages": ASK, "max_tokens": 5, "thread": {"type": "create"}})
+    assert (reply.status, reply.json["error"]["details"]) == (400, {"error_code": "thread_unsupported_request"})
+
+
 async def test_keys_as_anthropics_clients_send_them(tmp_path: Path) -> None:
     write_text_model(tmp_path, QWEN)
     async with running(tmp_path, api_key="secret") as server:

@@ -117,3 +117,16 @@ async def test_a_model_that_cannot_be_constrained(tmp_path: Path) -> None:
         reply = await server.generate(grammar={"type": "regex", "value": "a"})
         assert reply.status == 422
         assert "`grammar` is not supported: this model's tokens cannot be constrained" in reply.json["error"]
+
+
+async def test_an_operator_who_wants_no_grammars(tmp_path: Path) -> None:
+    write_text_model(tmp_path)
+    tool = {"type": "function", "function": {"name": "f"}}
+    async with running(tmp_path, disable_grammar_support=True) as server:
+        assert (await server.generate(tokens=1)).status == 200
+        reply = await server.generate(tokens=1, grammar={"type": "regex", "value": "a"})
+        assert (reply.status, "--disable-grammar-support" in reply.json["error"]) == (422, True)
+        for more, field in (({"guided_regex": "a"}, "guided_regex"), ({"tools": [tool], "tool_choice": "required"}, "tools")):
+            reply = await server.post("/v1/chat/completions", {**CHAT, **more})
+            assert (reply.status, reply.json["error"]["param"]) == (400, field)
+        assert (await server.post("/v1/chat/completions", {**CHAT, "tools": [tool]})).status == 200

@@ -342,5 +342,7 @@ async def test_special_tokens_that_are_markup(tmp_path: Path) -> None:
         assert made["calls"] == [("get_weather", '{"city": "Bonn"}')]
         assert prompts(server)[-1].endswith("assistant\n[TOOL_CALLS]")
         strict = {**TOOLS[1], "function": {"name": "now", "strict": True}}
-        reply = await server.post(PATH, {**ASK, "tools": [strict]})
-        assert (reply.status, reply.json["error"]["param"]) == (400, "tools")
+        marker = f"<[{server.router.service.text.tokenizer.id_of('[TOOL_CALLS]')}]>"
+        for body in ({"tools": [strict]}, {"response_format": {"type": "json_object"}}):
+            assert (await server.post(PATH, {**ASK, **body})).status == 200
+            assert marker in grammar(server)

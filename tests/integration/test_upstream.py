@@ -193,8 +193,9 @@ async def test_a_lost_text_worker_is_followed_from_the_beginning(net: Net) -> No
             assert "differs from what was sent already" in (await stream).events[-1]["error"]
 
 
-async def test_what_an_api_does_not_carry_is_refused(net: Net) -> None:
-    async with upstream("llama.cpp") as server, lent(net, server):
+async def test_what_an_api_does_not_carry_is_refused(tmp_path: Path) -> None:
+    settings = {"disconnect_grace": 0.0, "no_worker_wait": 0.1}
+    async with upstream("llama.cpp") as server, network(tmp_path, **settings) as net, lent(net, server):
         for parameters in ({"top_n_tokens": 2}, {"watermark": True}, {"grammar": {"type": "regex", "value": "a+"}}):
             reply = await net.post("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 4, **parameters}})
             assert (reply.status, server.bodies) == (503, [])

@@ -23,14 +23,14 @@ def cache() -> Path:
 
 
 def python(judge: str, *, torch: bool = False) -> Path:
-    """The interpreter of a judge's environment. `torch`: it also sees the packages of the environment that runs the tests,
-    behind its own.
+    """The interpreter of a judge's environment. What alone.txt lists is installed without what it depends on. `torch`: it also
+    sees the packages of the environment that runs the tests, behind its own.
 
     Raises:
         NotAvailable: its packages cannot be installed.
     """
-    wanted = HERE / judge / "requirements.txt"
-    folder = _folder(judge, wanted.read_bytes())
+    wanted, alone = HERE / judge / "requirements.txt", HERE / judge / "alone.txt"
+    folder = _folder(judge, wanted.read_bytes() + (alone.read_bytes() if alone.exists() else b""))
     made = folder / "bin/python"
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -38,8 +38,10 @@ def python(judge: str, *, torch: bool = False) -> Path:
         if torch:
             site = next(folder.glob("lib/python*/site-packages"))
             (site / "behind.pth").write_text(f"{_own_site()}\n", "utf-8")
-        install = [str(made), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(wanted)]
-        _run(install)
+        install = [str(made), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _run([*install, "-r", str(wanted)])
+        if alone.exists():
+            _run([*install, "--no-deps", "-r", str(alone)])
         (folder / "complete").touch()
     return made
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.judges.environments import NotAvailable
-from tests.judges.verdicts import Verdict, run_node, run_python, write_table
+from tests.judges.langchain.scripts import SCRIPTS
+from tests.judges.verdicts import Verdict, run_node, run_python, said_by_python, write_table
+from tests.parrot import write_parrot
 from tests.processes import Service
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -57,8 +59,26 @@ def test_openai_node(served: Service, told: dict[str, list[Verdict]]) -> None:
 
 
 @pytest.mark.judges
-def test_langchain(served: Service, told: dict[str, list[Verdict]]) -> None:
-    judge(told, "langchain", lambda: run_python("langchain", served.url, MODEL))
+def test_langchain(
+    served: Service, service: Callable[..., Service], tmp_path: Path, told: dict[str, list[Verdict]]
+) -> None:
+    scripted = service("--model-id", str(write_parrot(tmp_path / "scripted", SCRIPTS)), "--dtype", "float32")
+    judge(told, "langchain", lambda: run_python("langchain", served.url, MODEL, scripted.url, "scripted"))
+
+
+@pytest.mark.judges
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "mistral, newer", "pythonic", "qwen3_coder"])
+def test_bfcl(form: str, tmp_path: Path, told: dict[str, list[Verdict]]) -> None:
+    def run() -> list[Verdict]:
+        folder = write_parrot(tmp_path / "scripted", said_by_python("bfcl", "scripts", "scripted", form))
+        parser = form.split(",")[0]
+        server = Service("--model-id", str(folder), "--dtype", "float32", "--tool-call-parser", parser).wait_ready()
+        try:
+            return told.get("bfcl", []) + run_python("bfcl", server.url, "scripted", form)
+        finally:
+            server.stop()
+
+    judge(told, "bfcl", run)
 
 
 @pytest.mark.judges

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.judges import environments
 
@@ -21,12 +23,19 @@ class Verdict:
     check: str
     ok: bool
     why: str = ""
+    skipped: str = ""  # why it was not asked for
 
 
 def run_python(judge: str, *given: str, torch: bool = False, seconds: float = 600) -> list[Verdict]:
     """Run tests/judges/JUDGE/judge.py in its environment."""
     interpreter = environments.python(judge, torch=torch)
     return _run([str(interpreter), str(environments.HERE / judge / "judge.py"), *given], seconds)
+
+
+def said_by_python(judge: str, *given: str) -> Any:
+    """What tests/judges/JUDGE/judge.py prints as JSON when it is to prepare something."""
+    command = [str(environments.python(judge)), str(environments.HERE / judge / "judge.py"), *given]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=120).stdout)
 
 
 def run_node(judge: str, *given: str, seconds: float = 600) -> list[Verdict]:
@@ -38,7 +47,7 @@ def run_node(judge: str, *given: str, seconds: float = 600) -> list[Verdict]:
 def _run(command: list[str], seconds: float) -> list[Verdict]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
-    verdicts = [Verdict(line["check"], line["ok"], line.get("why", "")) for line in lines]
+    verdicts = [Verdict(line["check"], line.get("ok", True), line.get("why", ""), line.get("skipped", "")) for line in lines]
     if done.returncode or not verdicts:
         verdicts.append(Verdict("the script ends well", ok=False, why=(done.stderr or done.stdout)[-2000:]))
     return verdicts
@@ -50,18 +59,27 @@ def package(judge: str) -> str:
     if (folder / "package.json").exists():
         wanted = json.loads((folder / "package.json").read_text("utf-8"))["dependencies"]
         return ", ".join(f"{name} {version} (npm)" for name, version in wanted.items())
-    lines = (folder / "requirements.txt").read_text("utf-8").split()
+    alone = folder / "alone.txt"
+    lines = (alone if alone.exists() else folder / "requirements.txt").read_text("utf-8").split()
     return ", ".join(line.replace("==", " ") for line in lines)
 
 
 def write_table(verdicts: dict[str, list[Verdict]]) -> None:
-    """Put the judges' verdicts into docs/compatibility.md."""
-    rows = ["| judge | checks passed | checks |", "|---|---|---|"]
-    for judge, found in sorted(verdicts.items()):
-        passed = sum(verdict.ok for verdict in found)
-        names = "; ".join(v.check if v.ok else f"**fails:** {v.check}" for v in found)
-        rows.append(f"| {package(judge)} | {passed} of {len(found)} | {names} |")
-    text = TABLE.read_text("utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    TABLE.write_text(f"{before}{BEGIN}\n" + "\n".join(rows) + f"\n{END}{after}", "utf-8")
+    """Put the judges' verdicts into docs/compatibility.md; the rows of those that were not run stay."""
+    before, rest = TABLE.read_text("utf-8").split(BEGIN)
+    table, after = rest.split(END)
+    head, rule, *old = table.strip().splitlines()
+    rows = {_judges(row): row for row in old}
+    for judge, found in verdicts.items():
+        asked = [verdict for verdict in found if not verdict.skipped]
+        names = [v.check if v.ok else f"**fails:** {v.check}" for v in asked]
+        names += [f"not asked for: {v.check} ({v.skipped})" for v in found if v.skipped]
+        row = f"| {package(judge)} | {sum(v.ok for v in asked)} of {len(asked)} | {'; '.join(names)} |"
+        rows[_judges(row)] = row
+    lines = [head, rule, *(row for _, row in sorted(rows.items()))]
+    TABLE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", "utf-8")
+
+
+def _judges(row: str) -> str:
+    """The packages that a row is of, without their versions."""
+    return re.sub(r" \d\S*(?=,| )", "", row.split("|")[1]).strip()

@@ -22,6 +22,8 @@ void headrace_mlp(
     float* out);
 void headrace_attention(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out);
 void headrace_scan(const float* logits, int64_t rows, int64_t stride, int64_t columns, int64_t* best, float* log_sums);
+void headrace_mask(
+    float* logits, const int64_t* places, int64_t count, int64_t stride, int64_t columns, const uint32_t* bits, int64_t words);
 void headrace_draw(
     const float* logits, int64_t rows, int64_t stride, int64_t columns, const float* temperatures, const double* numbers,
     int64_t* tokens);
@@ -200,6 +202,15 @@ void passes() {
     int64_t above = 0;
     for (int64_t i = 0; i < columns; ++i) above += scores[row * columns + i] > thresholds[row];
     check(above <= 0.3 * columns + 1, "a threshold leaves the mass above it");
+  }
+  std::vector<int64_t> places(rows);
+  for (int64_t row = 0; row < rows; ++row) places[row] = row;
+  const int64_t words = columns / 32;
+  const std::vector<uint32_t> bits(rows * words, 0xff00ff01u);
+  std::vector<float> masked = logits;
+  headrace_mask(masked.data(), places.data(), rows, stride, columns, bits.data(), words);
+  for (int64_t i = 0; i < columns; ++i) {
+    check(masked[i] == (i / 32 < words && 0xff00ff01u >> i % 32 & 1 ? logits[i] : -INFINITY), "a mask keeps what has a bit");
   }
   check(same(best, best_of_many) && same(sums, sums_of_many) && same(drawn, drawn_of_many), "passes do not depend on threads");
 }

@@ -62,14 +62,15 @@ async def prepare_chat(service: Service, body: ChatBody, caller: Caller, rules: 
     use = tool_use(body)
     rendered = await encode_chat(service, body, limits.max_input_tokens, use.functions if use is not None else ())
     prompt = Prompt(rendered.text, rendered.ids)
-    marker = _marker(service, use)
-    if marker is not None:
+    marker = _marker(service) if use is not None else None
+    marked = marker is not None and use is not None and use.forced
+    if marker is not None and marked:
         prompt = Prompt(prompt.text + service.text.tokenizer.text_of(marker), [*prompt.ids, marker])
     grammar = await openai_grammar(service, body)
     constrained = grammar is not None or (use is not None and use.forced)
     if use is not None:
-        grammar = await _with_calls(service, body, use, grammar, marker is not None)
-    reading = Reading.after(service.text, prompt.text, use, constrained, marker is not None)
+        grammar = await _with_calls(service, body, use, grammar, marker)
+    reading = Reading.after(service.text, prompt.text, use, constrained, marked)
     requests = make_requests(
         rules, service, caller, body, [prompt], best_of, max_tokens, grammar, body.top_logprobs or 0,
         shown_tokens=reading.markers,
@@ -77,18 +78,19 @@ async def prepare_chat(service: Service, body: ChatBody, caller: Caller, rules: 
     return PreparedChat([prompt], requests, n, best_of, shown_of(body, bool(body.logprobs)), reading)
 
 
-def _marker(service: Service, use: ToolUse | None) -> int | None:
-    """The special token that the prompt ends with where the model has to call a function."""
-    if use is None or not use.forced or service.text.tools.name != "mistral":
+def _marker(service: Service) -> int | None:
+    """The special token before calls, of formats that have one; the prompt ends with it where the model has to call."""
+    if service.text.tools.name != "mistral":
         return None
     found = service.text.tokenizer.id_of("[TOOL_CALLS]")
     return found if found in service.text.tokenizer.special_ids else None
 
 
 async def _with_calls(
-    service: Service, body: ChatBody, use: ToolUse, grammar: Grammar | None, marked: bool
+    service: Service, body: ChatBody, use: ToolUse, grammar: Grammar | None, marker: int | None
 ) -> Grammar | None:
-    """The grammar of an output that may hold calls.
+    """The grammar of an output that may hold calls. It is checked with the marker's text in the place of its token: the checker
+    knows bytes, not the model's tokens.
 
     Raises:
         InvalidRequest: the two cannot be had together, or a schema cannot be enforced.
@@ -97,10 +99,14 @@ async def _with_calls(
     if use.forced:
         if grammar is not None and body.response_format is None:
             raise InvalidRequest("a grammar and a function that must be called exclude each other", "tool_choice")
-        return await checked(service, forced_calls(name, use, marked), "tools")
+        return await checked(service, forced_calls(name, use, marker is not None), "tools")
     if grammar is not None:
-        return await checked(service, calls_or_body(name, use, grammar), "tools")
-    return await checked(service, free_calls(name, use), "tools") if use.strict else None
+        await checked(service, calls_or_body(name, use, grammar), "tools")
+        return calls_or_body(name, use, grammar, marker)
+    if not use.strict:
+        return None
+    await checked(service, free_calls(name, use), "tools")
+    return free_calls(name, use, marker)
 
 
 def _check_offered(body: ChatBody) -> None:

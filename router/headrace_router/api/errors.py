@@ -65,7 +65,10 @@ def openai_body(error: HeadraceError) -> dict[str, Any]:
 def anthropic_body(error: HeadraceError) -> dict[str, Any]:
     """Anthropic's error envelope (https://docs.anthropic.com/en/api/errors)."""
     status = mapping(error).openai_http or mapping(error).http
-    return {"type": "error", "error": {"type": ANTHROPIC.get(status, "api_error"), "message": str(error)}}
+    made: dict[str, Any] = {"type": ANTHROPIC.get(status, "api_error"), "message": str(error)}
+    if isinstance(error, InvalidRequest) and error.code is not None:
+        made["details"] = {"error_code": error.code}
+    return {"type": "error", "error": made}
 
 
 def answer(path: str, error: HeadraceError) -> web.Response:

@@ -129,8 +129,11 @@ def _read(kind: str, source: str, field: str) -> Grammar:
 async def checked(service: Service, grammar: Grammar, field: str) -> Grammar:
     """
     Raises:
-        InvalidRequest: the grammar cannot be compiled, or this model not be constrained; names the field.
+        InvalidRequest: the grammar cannot be compiled, this model not be constrained, or the operator wants no grammars; names
+            the field.
     """
+    if service.settings.disable_grammar_support:
+        raise InvalidRequest(f"`{field}` is not supported: the server was started with --disable-grammar-support", field)
     if "grammar" not in service.shard.info.features:
         raise InvalidRequest(f"`{field}` is not supported: this model's tokens cannot be constrained", field)
     try:

@@ -10,6 +10,7 @@ from headrace_router.api.bodies import refuse_given
 from headrace_router.api.openai_types import ChatBody, Message, TextPart
 from headrace_router.api.tool_types import FunctionCall, FunctionTool, Tool, ToolCall
 
+NO_THREADS = "thread_unsupported_request"  # by which Anthropic's clients know that they have to send the whole history
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -20,6 +21,8 @@ def as_chat(body: shapes.MessageBody) -> ChatBody:
         InvalidRequest: something is asked for that is not offered.
     """
     refuse_given(mcp_servers=body.mcp_servers, container=body.container)
+    if body.thread:
+        raise InvalidRequest("`thread` is not supported: send all messages", "thread", NO_THREADS)
     made = as_prompt(body)
     made.max_tokens, made.stop, made.stream = body.max_tokens, body.stop_sequences, body.stream
     made.temperature, made.top_p, made.top_k = body.temperature, body.top_p, body.top_k

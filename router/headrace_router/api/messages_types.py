@@ -106,6 +106,7 @@ class MessageBody(CountBody, kw_only=True):
     service_tier: str | None = None  # without effect
     mcp_servers: Any = None  # refused
     container: Any = None  # refused
+    thread: Any = None  # refused
 
 
 # --- answers ---

@@ -33,7 +33,7 @@ def check_gateway(gateway: str, insecure: bool) -> None:
         raise StartupError(f"--gateway {gateway} must be a URL that begins with wss:// or ws://")
     local = url.hostname in ("localhost", "::1") or url.hostname.startswith("127.")
     if url.scheme == "ws" and not local and not insecure:
-        text = "ws:// beyond this machine shows the token to who listens on the way; use wss://, or say --insecure"
+        text = "ws:// beyond this machine shows the token to who listens on the way: use wss://, or headrace worker --insecure"
         raise StartupError(f"--gateway {gateway}: {text}")
 
 

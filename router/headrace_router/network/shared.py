@@ -335,17 +335,12 @@ class SharedBroker:
             reader.hear([Event("failed", attempt, seq + 1, facts=facts)])
 
     async def _reconcile(self) -> None:
-        """After an outage: what the server says of our sessions may be wrong, where an answer was lost."""
+        """What the server says of our sessions may be wrong, where an answer was lost or it has lost everything."""
         async with self._leasing:
             held = [part for _, _, jobs in self._sessions.values() for pair in jobs.items() for part in pair]
             sessions = list(self._sessions)
-            unknown = await self._ask("reconcile", len(sessions), *self._counted(sessions, held))
-        for session in unknown:
-            await self._attach_again(session.decode())
-
-    @staticmethod
-    def _counted(sessions: list[str], held: list[Any]) -> list[Any]:
-        return [*sessions, len(held) // 2, *held]
+            for session in await self._ask("reconcile", len(sessions), *sessions, len(held) // 2, *held):
+                await self._attach_again(session.decode())
 
     async def _attach_again(self, session: str) -> None:
         """The server does not know a session of ours any more, nor that it holds anything."""
@@ -360,8 +355,7 @@ class SharedBroker:
         """The server has lost everything: our jobs and sessions are made again, and who holds a job lets go of it."""
         log.warning("the broker %s has lost what it kept: %d requests are brought again", self._store.name, len(self._own))
         try:
-            for session in list(self._sessions):
-                await self._attach_again(session)
+            await self._reconcile()
             for own, events in list(self._own.values()):
                 await self._bring_again(own, events)
         except BrokerUnavailable:

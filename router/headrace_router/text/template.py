@@ -167,7 +167,9 @@ class ChatTemplate:
             "messages": messages, "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(context)
+            made = self._template.render(context)
+            made.encode()  # an escape in a template can write half a character, which no tokenizer takes
+            return made
         except jinja2.exceptions.SecurityError:
             raise TemplateError("Template error: the model's chat template does what templates may not") from None
         except (jinja2.TemplateError, RecursionError) as error:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import llguidance
-import llguidance.numpy
 import numpy as np
 
 from headrace._common.grammars import Grammar, GrammarError, compile_grammar, refusal
-from headrace_shard.grammar.state import Constraint, Mask
+from headrace_shard.grammar.state import Constraint
+from headrace_shard.sampling import bits
+from headrace_shard.sampling.bits import Bits
 
 TRIED = 512  # tokens that are tried for whether they end an output
 KEPT = 64  # grammars that are kept compiled
 MASK_THREADS = 4  # a slow mask holds up only its own row, as long as there are threads for the others
+log = logging.getLogger(__name__)
+
+_Move = tuple[Constraint, int, bool]  # its next token, and whether it gets only one more
 
 
 class GrammarCompiler:
@@ -29,9 +35,11 @@ class GrammarCompiler:
         self._tokens, self._vocab_size = tokens, vocab_size
         self._known: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
         self._compiling = ThreadPoolExecutor(1, "grammar", _yield_to_others, (10,))
-        self._filling = ThreadPoolExecutor(MASK_THREADS, "mask", _yield_to_others, (5,))
+        self._moves: SimpleQueue[_Move | None] = SimpleQueue()  # a pool's futures cost more than most masks
         self._ready = threading.Condition()
-        self.on_ready: Callable[[], None] = lambda: None  # called on these threads whenever a constraint gets ready
+        self.on_ready: Callable[[], None] = lambda: None  # called on these threads whenever a late constraint gets ready
+        for number in range(MASK_THREADS):
+            threading.Thread(target=self._follow, name=f"mask_{number}", daemon=True).start()
 
     def start(self, grammar: Grammar, output: Sequence[int], last: bool = False) -> Constraint:
         """The constraint of a request that has said `output` already; it gets ready by itself. `last`: it gets one more
@@ -44,17 +52,20 @@ class GrammarCompiler:
     def advance(self, constraint: Constraint, token: int, last: bool = False) -> None:
         """The request has got this token: find what may follow."""
         constraint.busy = True
-        self._filling.submit(self._follow, constraint, token, last)
+        self._moves.put((constraint, token, last))
 
     def wait(self, constraints: Sequence[Constraint], seconds: float) -> None:
-        """Wait until these are ready, no longer than so many seconds."""
-        if any(c.busy for c in constraints):
-            with self._ready:
+        """Wait until these are ready, no longer than so many seconds; those that are not are late then."""
+        with self._ready:
+            if any(c.busy for c in constraints):
                 self._ready.wait_for(lambda: not any(c.busy for c in constraints), seconds)
+            for constraint in constraints:
+                constraint.late = constraint.busy
 
     def close(self) -> None:
-        for pool in (self._compiling, self._filling):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        for _ in range(MASK_THREADS):
+            self._moves.put(None)
 
     # on the threads
 
@@ -63,10 +74,14 @@ class GrammarCompiler:
             constraint.matcher = self._matcher(constraint.grammar)
             self._go_on(constraint, constraint.matcher, list(output), last)
 
-    def _follow(self, constraint: Constraint, token: int, last: bool) -> None:
-        with self._work(constraint):
-            assert constraint.matcher is not None
-            self._go_on(constraint, constraint.matcher, [token], last)
+    def _follow(self) -> None:
+        """The life of a thread that fills masks."""
+        _yield_to_others(5)
+        while move := self._moves.get():
+            constraint, token, last = move
+            with self._work(constraint):
+                assert constraint.matcher is not None
+                self._go_on(constraint, constraint.matcher, [token], last)
 
     @contextlib.contextmanager
     def _work(self, constraint: Constraint) -> Iterator[None]:
@@ -77,11 +92,14 @@ class GrammarCompiler:
             constraint.error = None
         except GrammarError as error:
             constraint.error = f"grammar: {error}"
+        except BaseException:  # a panic of llguidance is one
+            log.exception("a grammar could not be followed")
         finally:
             with self._ready:
-                constraint.busy = False
+                constraint.busy, late = False, constraint.late
                 self._ready.notify_all()
-            self.on_ready()
+            if late:
+                self.on_ready()
 
     def _go_on(self, constraint: Constraint, matcher: llguidance.LLMatcher, tokens: list[int], last: bool) -> None:
         """
@@ -93,17 +111,18 @@ class GrammarCompiler:
         mask = self._fill(constraint, matcher)
         constraint.mask = self._ending(matcher, mask) if last else mask
 
-    def _ending(self, matcher: llguidance.LLMatcher, mask: Mask) -> Mask:
+    def _ending(self, matcher: llguidance.LLMatcher, mask: Bits) -> Bits:
         """The tokens after which the output is whole; the mask as it is if none is found. Of many only short ones are tried:
         brackets, quotes, digits.
         """
-        tried = np.flatnonzero(mask)
+        tried = bits.tokens_of(mask)
         if len(tried) > TRIED:
             tried = np.array([i for i in tried if len(self._tokens.decode_bytes([int(i)])) <= 2], dtype=np.int64)
-        ending = np.zeros_like(mask)
+        ending = bits.none_of(len(mask))
         for token in tried[:TRIED].tolist():
             after = matcher.deep_copy()
-            ending[token] = after.consume_token(token) and after.is_accepting()
+            if after.consume_token(token) and after.is_accepting():
+                bits.add(ending, token)
         return ending if ending.any() else mask
 
     def _matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
@@ -116,16 +135,16 @@ class GrammarCompiler:
         self._known.move_to_end(grammar)
         return known.deep_copy()
 
-    def _fill(self, constraint: Constraint, matcher: llguidance.LLMatcher) -> Mask:
+    def _fill(self, constraint: Constraint, matcher: llguidance.LLMatcher) -> Bits:
         """
         Raises:
             GrammarError: a limit is passed, or the vocabulary has no token that can follow.
         """
-        bits = np.zeros((1, (self._tokens.vocab_size + 31) // 32), dtype=np.int32)
-        llguidance.numpy.fill_next_token_bitmask(matcher, bits)
+        mask = bits.none_of((self._tokens.vocab_size + 31) // 32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             raise refusal(constraint.grammar, matcher.get_error())
-        mask = np.unpackbits(bits.view(np.uint8)[0], count=self._vocab_size, bitorder="little").view(np.bool_)
+        bits.cut(mask, self._vocab_size)
         if not mask.any():
             raise GrammarError("the vocabulary has no token that can follow", "grammar")
         return mask

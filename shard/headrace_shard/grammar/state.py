@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import llguidance
-import numpy as np
-import numpy.typing as npt
 
 from headrace._common.grammars import Grammar
-
-Mask: TypeAlias = npt.NDArray[np.bool_]  # [vocab] which tokens may follow
+from headrace_shard.sampling.bits import Bits, discard, none_of
 
 
 class Constraint:
@@ -30,19 +26,20 @@ class Constraint:
         self.busy, self.late = True, False
         self.error: str | None = None
         self.matcher: llguidance.LLMatcher | None = None
-        self.mask: Mask = np.zeros(0, dtype=bool)
+        self.mask = none_of(0)
 
     @property
     def sits_out(self) -> bool:
         """Whether the row has to miss steps: others must not wait for its mask."""
         return self.late and self.busy
 
-    def allowed(self, forbidden: Sequence[int]) -> Mask:
+    def allowed(self, forbidden: Sequence[int]) -> Bits:
         """The mask without tokens that may not be chosen yet, unless nothing else may follow: a grammar that is
         complete ends even before the minimum length.
         """
         if not forbidden:
             return self.mask
         rest = self.mask.copy()
-        rest[list(forbidden)] = False
+        for token in forbidden:
+            discard(rest, token)
         return rest if rest.any() else self.mask

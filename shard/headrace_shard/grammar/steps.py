@@ -28,7 +28,6 @@ def settle(plan: Plan, constraints: dict[int, Constraint], grammars: GrammarComp
     late = []
     for at, constraint in concerned:
         slot = int(plan.sampled[at])
-        constraint.late = constraint.busy
         if constraint.late:
             late.append(slot)
         elif constraint.error is not None:
@@ -48,7 +47,7 @@ def settle(plan: Plan, constraints: dict[int, Constraint], grammars: GrammarComp
 
 def advance(plan: Plan, tokens: list[int], rows: RunningBatch, grammars: GrammarCompiler) -> None:
     """Tell the constraints of rows that go on which tokens they got; their masks are found beside what follows."""
-    for slot, token in zip(plan.sampled.tolist(), tokens, strict=True):
+    last = rows.max_new[plan.sampled] + rows.prompt[plan.sampled] - rows.known[plan.sampled] == 1
+    for slot, token, is_last in zip(plan.sampled.tolist(), tokens, last.tolist(), strict=True):
         if constraint := rows.constraints.get(slot):
-            left = rows.max_new[slot] + rows.prompt[slot] - rows.known[slot]
-            grammars.advance(constraint, token, bool(left == 1))
+            grammars.advance(constraint, token, is_last)

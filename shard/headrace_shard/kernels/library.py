@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace_shard.kernels.build import BuildFailed, build
@@ -91,6 +92,7 @@ class Library:
         self.attention = _declare(code.headrace_attention, "qkv heads tiles cache out")
         self._scan = _declare(code.headrace_scan, "logits rows* stride* columns* best log_sums")
         self._draw = _declare(code.headrace_draw, "logits rows* stride* columns* temperatures numbers tokens")
+        self._mask = _declare(code.headrace_mask, "logits places count* stride* columns* bits words*")
         self._threshold = _declare(code.headrace_threshold, "scores weights rows* columns* masses thresholds")
         self._run = _declare(code.headrace_run, "calls length* rows*")
         self._pack = _declare(code.headrace_pack, "values format out")
@@ -124,6 +126,12 @@ class Library:
         temperatures, numbers = temperatures.contiguous(), numbers.contiguous()
         self._draw(*_matrix(logits), temperatures.data_ptr(), numbers.data_ptr(), tokens.data_ptr())
         return tokens
+
+    def mask(self, logits: torch.Tensor, places: Sequence[int], bits: npt.NDArray[np.uint32]) -> None:
+        """Make -inf what has no bit, in the rows of logits [rows, vocab] at `places`; bits [places, words]."""
+        at, bits = np.array(places, dtype=np.int64), np.ascontiguousarray(bits)
+        data, _, stride, columns = _matrix(logits)
+        self._mask(data, at.ctypes.data, len(at), stride, columns, bits.ctypes.data, bits.shape[1])
 
     def threshold(self, scores: torch.Tensor, weights: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
         """[rows] the largest t at which the weights of scores >= t, [rows, n] both, are at least the mass, or all there is."""

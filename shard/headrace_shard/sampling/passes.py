@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -20,6 +23,11 @@ class Passes(Protocol):
         Args:
             temperatures: [rows], float32.
             numbers: [rows], float64, from [0, 1).
+        """
+
+    def mask(self, logits: torch.Tensor, places: Sequence[int], bits: npt.NDArray[np.uint32]) -> None:
+        """Make -inf, in the rows of `logits` at `places`, the tokens that have no bit in the same row of bits [places, words];
+        the lowest bit of a word is its first token's. Tokens beyond the bits have none.
         """
 
     def threshold(self, scores: torch.Tensor, weights: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
@@ -40,6 +48,11 @@ class TorchPasses:
     def draw(self, logits: torch.Tensor, temperatures: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         scaled = logits / temperatures[:, None]
         return invert(scaled, scaled > -torch.inf, numbers[:, None])[:, 0]
+
+    def mask(self, logits: torch.Tensor, places: Sequence[int], bits: npt.NDArray[np.uint32]) -> None:
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
+        at = torch.tensor(places, device=logits.device)
+        logits[at] = logits[at].masked_fill(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
 
     def threshold(self, scores: torch.Tensor, weights: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
         # Bisection over the ordered bit patterns of float32: 32 sums find the exact score, no sort is needed.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from headrace_shard.sampling import filters as flt
+from headrace_shard.sampling.bits import Bits, has
 from headrace_shard.sampling.params import SamplingParams
 from headrace_shard.sampling.passes import Passes, invert
 from headrace_shard.sampling.penalties import Ids, process
@@ -26,7 +27,7 @@ class Row:
     index: int
     forbidden: Sequence[int]
     top_n: int
-    allowed: npt.NDArray[np.bool_] | None = None  # [vocab] what a grammar lets follow
+    allowed: Bits | None = None  # what a grammar lets follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +44,24 @@ class Choice:
 
 
 def choose(logits: torch.Tensor, rows: Sequence[Row], passes: Passes) -> Choice:
-    """One token for each row of logits [rows, vocab], float32."""
+    """One token for each row of logits [rows, vocab], float32. What a grammar forbids becomes -inf in `logits`."""
     tokens, log_total = passes.scan(logits)
     failed = ~log_total.isfinite()
     if bool(failed.any()):
         logits = torch.where(failed[:, None], 0.0, logits)
-    changed: dict[int, torch.Tensor] = {}  # masked and processed rows
-    for i, (row, best) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-        if _stays(row, best):
-            continue
-        changed[i] = logits[i].clone()
-        if row.allowed is not None:
-            changed[i].masked_fill_(torch.from_numpy(~row.allowed).to(logits.device), -torch.inf)
-        process(changed[i], row.params, row.prompt, row.output, row.forbidden)
-        tokens[i] = changed[i].argmax()
+    top = _top(logits, log_total, rows)
+    moved = [i for i, (row, best) in enumerate(zip(rows, tokens.tolist(), strict=True)) if not _stays(row, best)]
+    bound = [(i, allowed) for i in moved if (allowed := rows[i].allowed) is not None]
+    if bound:
+        passes.mask(logits, [i for i, _ in bound], np.stack([allowed for _, allowed in bound]))
+    changed: dict[int, torch.Tensor] = {}  # processed rows
+    for i in moved:
+        row = rows[i]
+        if row.params.processes or row.forbidden:
+            changed[i] = logits[i].clone()
+            process(changed[i], row.params, row.prompt, row.output, row.forbidden)
+        if not row.params.sampled:
+            tokens[i] = changed.get(i, logits[i]).argmax()
     drawn = [i for i, row in enumerate(rows) if row.params.sampled]
     if drawn:
         scores = logits
@@ -64,7 +69,7 @@ def choose(logits: torch.Tensor, rows: Sequence[Row], passes: Passes) -> Choice:
             scores = torch.stack([changed.get(i, logits[i]) for i in drawn])
         tokens[torch.tensor(drawn, device=logits.device)] = _draw(scores, [rows[i] for i in drawn], passes)
     logprobs = logits.gather(1, tokens[:, None])[:, 0] - log_total
-    return Choice(tokens.cpu().numpy(), logprobs.cpu().numpy(), failed.cpu().numpy(), _top(logits, log_total, rows))
+    return Choice(tokens.cpu().numpy(), logprobs.cpu().numpy(), failed.cpu().numpy(), top)
 
 
 def _stays(row: Row, best: int) -> bool:
@@ -73,7 +78,7 @@ def _stays(row: Row, best: int) -> bool:
         return False
     if row.params.sampled:
         return not row.forbidden and row.allowed is None
-    return best not in row.forbidden and (row.allowed is None or bool(row.allowed[best]))
+    return best not in row.forbidden and (row.allowed is None or has(row.allowed, best))
 
 
 def _draw(scores: torch.Tensor, rows: Sequence[Row], passes: Passes) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -63,8 +64,16 @@ def tools() -> None:
         assert reply.content[0].name == "get_weather"
         assert reply.content[0].input["unit"] in ("C", "F")
         with client.messages.stream(**given) as events:
+            kinds, pieces = [], []
+            for event in events:
+                kinds.append(event.type)
+                if event.type == "input_json":
+                    pieces.append(event.partial_json)
             final = events.get_final_message()
+        assert final.stop_reason == "tool_use"
+        assert json.loads("".join(pieces)) == final.content[0].input
         assert final.content[0].input["unit"] in ("C", "F")
+        assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
     result = {"type": "tool_result", "tool_use_id": final.content[0].id, "content": "Rain, 7 degrees."}
     history = [*MESSAGES, {"role": "assistant", "content": final.content}, {"role": "user", "content": [result]}]
     assert client.messages.create(model=MODEL, messages=history, max_tokens=8, tools=[TOOL]).content
@@ -75,6 +84,36 @@ def schema() -> None:
     shape = {"format": {"type": "json_schema", "schema": UNIT}}
     reply = client.messages.create(model=MODEL, messages=MESSAGES, max_tokens=60, output_config=shape)
     assert json.loads(reply.content[0].text)["unit"] in ("C", "F")
+
+
+@check("messages: parse into a class; the tool runner calls the function, streamed and not")
+def parsed() -> None:
+    from anthropic import beta_tool
+    from pydantic import BaseModel
+
+    class Unit(BaseModel):
+        unit: Literal["C", "F"]
+
+    reply = client.messages.parse(model=MODEL, messages=MESSAGES, max_tokens=60, output_format=Unit)
+    assert isinstance(reply.parsed_output, Unit)
+    called = []
+
+    @beta_tool
+    def get_weather(unit: Literal["C", "F"]) -> str:
+        """The weather here."""
+        called.append(unit)
+        return "Rain, 7 degrees."
+
+    for stream in (False, True):
+        runner = client.beta.messages.tool_runner(
+            model=MODEL, messages=MESSAGES, max_tokens=60, tools=[get_weather], tool_choice={"type": "any"},
+            max_iterations=2, stream=stream,
+        )
+        for turn in runner:
+            if stream:
+                turn.get_final_message()
+    assert len(called) >= 2
+    assert set(called) <= {"C", "F"}
 
 
 @check("errors: status and type")

@@ -11,13 +11,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from headrace._common.grammars import Grammar
 from headrace._common.tokenizing import Tokenizer
 from headrace_shard.grammar.compiler import GrammarCompiler
 from headrace_shard.grammar.vocabulary import tokens_of
+from headrace_shard.sampling import bits
 from tests.judges.json_schema_suite.parts import python
 
 END = 2
@@ -74,7 +74,7 @@ def walks(compiler: GrammarCompiler, grammar: Grammar) -> tuple[list[list[int]],
         while True:
             compiler.wait([constraint], 10)
             assert not constraint.error
-            allowed = np.flatnonzero(constraint.mask).tolist()
+            allowed = bits.tokens_of(constraint.mask).tolist()
             prefixes.append(list(said))
             masks.append(allowed)
             token = draw.choice([i for i in allowed if i != END] or [END])

@@ -1,4 +1,7 @@
-"""LangChain: its standard suite for chat models on ChatOpenAI, and the Hugging Face classes."""
+"""LangChain: its standard suite for chat models on ChatOpenAI, and the Hugging Face classes.
+
+`judge.py URL MODEL SCRIPTED_URL SCRIPTED_MODEL`: tests that a small model cannot pass run before one that says scripts.py.
+"""
 
 import json
 import os
@@ -10,24 +13,33 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
+SKILLED = "structured_output or json_mode or agent_loop or unicode_tool_call"
+
+
 class Lines:
-    """Prints the outcome of each test as a check."""
+    """Prints the outcome of each test as a check. `kind`: of the model."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = f"standard suite: {report.nodeid.split('::')[-1]}"
+        name = f"standard suite, {self._kind}: {report.nodeid.split('::')[-1]}"
         if report.when == "call" and report.passed:
             print(json.dumps({"check": name, "ok": True}), flush=True)
+        elif report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            print(json.dumps({"check": name, "skipped": reason.removeprefix("Skipped: ")}), flush=True)
         elif report.failed:
             print(json.dumps({"check": name, "ok": False, "why": str(report.longrepr)[-1500:]}), flush=True)
 
 
-def suite() -> None:
+def suite(kind: str, url: str, model: str, which: str) -> None:
     """Run LangChain's own tests in this process, their output away from ours."""
-    os.environ.update(JUDGE_URL=sys.argv[1], JUDGE_MODEL=sys.argv[2])
+    os.environ.update(JUDGE_URL=url, JUDGE_MODEL=model)
     here = str(Path(__file__).with_name("suite.py"))
     pytest.main(["-p", "no:terminal", "-p", "no:cacheprovider", "-c", os.devnull, "--confcutdir", str(Path(here).parent),
                  "-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session",
-                 "-o", "asyncio_default_fixture_loop_scope=session", here], plugins=[Lines()])
+                 "-o", "asyncio_default_fixture_loop_scope=session", "-k", which, here], plugins=[Lines(kind)])
 
 
 def clients() -> None:
@@ -64,4 +76,5 @@ def clients() -> None:
 
 
 clients()
-suite()
+suite("small model", *sys.argv[1:3], f"not ({SKILLED})")
+suite("scripted model", *sys.argv[3:5], SKILLED)

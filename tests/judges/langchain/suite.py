@@ -9,7 +9,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 
 class TestHeadrace(ChatModelIntegrationTests):
-    """What the default model's template can do is asked for; tools and images are not."""
+    """Everything that a model of text can do is asked for."""
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -23,12 +23,16 @@ class TestHeadrace(ChatModelIntegrationTests):
         }
 
     @property
-    def has_tool_calling(self) -> bool:
-        return os.environ.get("JUDGE_TOOLS") == "1"
+    def model_override_value(self) -> str:
+        return os.environ["JUDGE_MODEL"]
 
     @property
-    def has_structured_output(self) -> bool:
-        return os.environ.get("JUDGE_TOOLS") == "1"
+    def supports_json_mode(self) -> bool:
+        return True
+
+    @property
+    def supports_anthropic_inputs(self) -> bool:
+        return True
 
     @property
     def supports_image_inputs(self) -> bool:

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -181,6 +181,50 @@ def responses() -> None:
     assert json.loads(call.arguments)["unit"] in ("C", "F")
     error = raises(BadRequestError, lambda: client.responses.create(**given, previous_response_id="resp_1"))
     assert error.param == "previous_response_id"
+
+
+@check("chat: calls parse into a class, whole and accumulated")
+def parsed_calls() -> None:
+    from openai import pydantic_function_tool
+    from pydantic import BaseModel
+
+    class Weather(BaseModel):
+        unit: Literal["C", "F"]
+        exact: bool
+
+    given = {"model": MODEL, "messages": MESSAGES, "max_tokens": 60, "tool_choice": "required"}
+    given["tools"] = [pydantic_function_tool(Weather, name="get_weather")]
+    call = client.chat.completions.parse(**given).choices[0].message.tool_calls[0]
+    assert isinstance(call.function.parsed_arguments, Weather)
+    with client.chat.completions.stream(**given) as stream:
+        events = [event for event in stream if event.type.startswith("tool_calls.function.arguments")]
+        message = stream.get_final_completion().choices[0].message
+    *deltas, done = events
+    assert "".join(delta.arguments_delta for delta in deltas) == done.arguments == message.tool_calls[0].function.arguments
+    assert isinstance(done.parsed_arguments, Weather)
+
+
+@check("responses: output and calls parse into classes, whole and streamed")
+def parsed_responses() -> None:
+    from openai import pydantic_function_tool
+    from pydantic import BaseModel
+
+    class Unit(BaseModel):
+        unit: Literal["C", "F"]
+
+    given = {"model": MODEL, "input": "Unit?", "max_output_tokens": 120, "temperature": 0}
+    assert isinstance(client.responses.parse(**given, text_format=Unit).output_parsed, Unit)
+    with client.responses.stream(**given, text_format=Unit) as stream:
+        kinds = [event.type for event in stream]
+        assert isinstance(stream.get_final_response().output_parsed, Unit)
+    assert "response.output_text.done" in kinds
+    given |= {"tools": [pydantic_function_tool(Unit, name="get_unit")], "tool_choice": "required"}
+    assert isinstance(client.responses.parse(**given).output[0].parsed_arguments, Unit)
+    with client.responses.stream(**given) as stream:
+        events = [event for event in stream if event.type.startswith("response.function_call_arguments")]
+        assert isinstance(stream.get_final_response().output[0].parsed_arguments, Unit)
+    *deltas, done = events
+    assert "".join(delta.delta for delta in deltas) == done.arguments
 
 
 @check("completions: text, list of prompts, token ids")

@@ -220,7 +220,7 @@ def test_a_gateway_has_no_shards_and_needs_a_token_file() -> None:
     assert "contradict" in refusal("--role", "gateway", "--worker-token-file", "t", "--gateway", "wss://x")
 
 
-@pytest.mark.parametrize("flags", [("--max-queue-time", "3"), ("--slots", "3"), ("--insecure",), ("--worker-token-file", "t")])
+@pytest.mark.parametrize("flags", [("--max-queue-time", "3"), ("--slots", "3"), ("--worker-token-file", "t")])
 def test_flags_of_another_role_are_refused(flags: tuple[str, ...]) -> None:
     assert flags[0] in refusal(*flags)
 
@@ -238,8 +238,9 @@ def given(*argv: str) -> dict[str, Any]:
 
 
 def test_a_worker_serves_what_its_gateway_wants_on_a_free_port() -> None:
-    made = arguments.worker_plan(given("--gateway", "wss://x", "--pause-above-load", "2.5"))
+    made = arguments.worker_plan(given("--gateway", "wss://x", "--pause-above-load", "2.5", "--insecure"))
     assert made.router is not None
+    assert made.router.insecure
     assert (made.router.port, made.router.pause_above_load, made.lends_what_is_wanted) == (0, 2.5, True)
     assert arguments.router_command(made.router).count("--pause-above-load") == 1
     named = arguments.worker_plan(given("--gateway", "wss://x", "--model-id", "m", "--port", "81"))
@@ -252,9 +253,11 @@ def test_a_worker_serves_what_its_gateway_wants_on_a_free_port() -> None:
 
 def test_a_worker_that_lends_a_server_has_few_flags() -> None:
     assert arguments.lending(given("--gateway", "wss://x")) is None
-    lent = arguments.lending(given("--gateway", "wss://x", "--upstream", "http://u", "--slots", "3", "--model-id", "m"))
+    flags = ("--slots", "3", "--model-id", "m", "--insecure")
+    lent = arguments.lending(given("--gateway", "wss://x", "--upstream", "http://u", *flags))
     assert lent is not None
+    assert lent[0].insecure
     assert (lent[0].slots, lent[0].model_id, lent[1].upstream, lent[1].upstream_api) == (3, "m", "http://u", "auto")
-    for flags, text in ((("--num-shard", "2", "--gateway", "wss://x"), "--num-shard"), ((), "--gateway")):
+    for wrong, text in ((("--num-shard", "2", "--gateway", "wss://x"), "--num-shard"), ((), "--gateway")):
         with pytest.raises(click.UsageError, match=text):
-            arguments.lending(given("--upstream", "http://u", *flags))
+            arguments.lending(given("--upstream", "http://u", *wrong))

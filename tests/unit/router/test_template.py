@@ -127,6 +127,11 @@ def test_a_template_that_does_not_compile() -> None:
         ChatTemplate("{% if", {})
 
 
+def test_half_a_character_is_no_text() -> None:
+    with pytest.raises(TemplateError, match="UnicodeEncodeError"):
+        ChatTemplate("{{ '\\ud83d' }}", {}).render([])
+
+
 def test_internals_of_a_failure_do_not_show() -> None:
     with pytest.raises(TemplateError, match="TypeError") as caught:
         ChatTemplate("{{ 1 + 'secret' }}", {}).render([])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from keyword import iskeyword
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace._common.detokenizer import Detokenizer, TokenBytes
 from headrace_router.text.parts import Arguments, CallBegin, Part, Text, merged
 from headrace_router.text.tools.formats import FORMATS, choose
 from headrace_router.text.tools.json_calls import Mistral
@@ -65,6 +67,7 @@ WELL_FORMED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("pythonic", "[f(a=1), g()]", "", [F1, ("g", "{}")]),
     ("pythonic", "x<|python_start|>[get_weather(city='B)\\'', b=[1, {'c': true}])]<|python_end|>", "x",
      [("get_weather", '{"city": "B)\'", "b": [1, {"c": true}]}')]),
+    ("pythonic", "[f(ａ=1, s=\"\\ud83d\\ude00\", 名前='é')]", "", [("f", '{"ａ": 1, "s": "😀", "名前": "é"}')]),
     ("qwen3_coder", "I look.\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
      "I look.", [F1]),
     ("qwen3_coder",
@@ -82,6 +85,7 @@ MALFORMED = [
     ("llama3_json", '{"name": "f'), ("mistral", "[TOOL_CALLS]"), ("mistral", "[TOOL_CALLS]what is this{}"),
     ("mistral", '[TOOL_CALLS][{"name": "unknown", "arguments": {}}]'), ("pythonic", "[1, 2]"), ("pythonic", "[f(1)]"),
     ("pythonic", "[f(a=b)]"), ("pythonic", "[f(a=1"), ("pythonic", "[]"), ("pythonic", "[f(a=(]"), ("pythonic", "[f(**x)]"),
+    ("pythonic", "[f(a='\\ud83d')]"),
     ("qwen3_coder", "<tool_call><function=unknown></function></tool_call>"), ("qwen3_coder", "<tool_call>{}</tool_call>"),
     ("qwen3_coder", "<tool_call><function=f"),
 ]
@@ -164,6 +168,7 @@ def test_any_text(name: str, pieces: list[str], whole: bool) -> None:
             assert not isinstance(part, Arguments) or isinstance(json.loads(part.text), dict)
 
 
+NAMED = st.sampled_from(["a", "größe", "名前", "e\u0301", "_x"])
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8,
@@ -171,15 +176,55 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.text(), JSON, max_size=3), st.booleans(), st.sampled_from([None, 2]), st.lists(st.integers(0, 300)))
+@given(
+    st.dictionaries(st.text() | NAMED, JSON, max_size=3), st.booleans(), st.sampled_from([None, 2]),
+    st.lists(st.integers(0, 300)),
+)
 def test_arguments_survive(arguments: dict[str, Any], ascii_only: bool, indent: int | None, places: list[int]) -> None:
     call = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_only, indent=indent)
-    texts = {"hermes": f"<tool_call>{call}</tool_call>", "llama3_json": call, "mistral": f"[TOOL_CALLS][{call}]"}
-    for name, text in texts.items():
+    dumped = json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)
+    texts = [("hermes", f"<tool_call>{call}</tool_call>"), ("llama3_json", call), ("mistral", f"[TOOL_CALLS][{call}]"),
+             ("mistral", f"[TOOL_CALLS]f[ARGS]{dumped}")]
+    if all(key.isidentifier() and not iskeyword(key) for key in arguments):
+        texts.append(("pythonic", f"[f({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]"))
+    if all(key == key.strip() and ">" not in key for key in arguments):
+        inner = "".join(f"<parameter={key}>\n{json.dumps(value)}\n</parameter>" for key, value in arguments.items())
+        texts.append(("qwen3_coder", f"<tool_call><function=f>{inner}</function></tool_call>"))
+    for name, text in texts:
         for whole in (False, True):
-            begin, *rest = parse(FORMATS[name].machine(NAMES, whole), cuts(text, places))
+            begin, *rest = parse(FORMATS[name].machine({"f": {}}, whole), cuts(text, places))
             assert begin == CallBegin("f")
             assert json.loads("".join(part.text for part in rest if isinstance(part, Arguments))) == arguments
+
+
+LETTERS = "e\u0301 \U0001f469\u200d\U0001f467 你好"
+SPOKEN = {
+    "hermes": f'Ich höre… \U0001f9d0\n<tool_call>{{"name": "f", "arguments": {{"s": "{LETTERS}"}}}}</tool_call>',
+    "llama3_json": f'{{"name": "f", "parameters": {{"s": "{LETTERS}"}}}}',
+    "mistral": f'Ich höre… \U0001f9d0[TOOL_CALLS]f[ARGS]{{"s": "{LETTERS}"}}',
+    "pythonic": f"[f(s='{LETTERS}')]",
+    "qwen3_coder": f"Ich höre… \U0001f9d0<tool_call><function=f><parameter=s>\n{LETTERS}\n</parameter></function></tool_call>",
+}
+
+
+class Cuts(TokenBytes):
+    """A vocabulary of these tokens."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self._known, self.exact = dict(enumerate(tokens)), True
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(SPOKEN)), st.lists(st.integers(0, 300)), st.booleans())
+def test_tokens_that_end_within_characters(name: str, places: list[int], whole: bool) -> None:
+    data = SPOKEN[name].encode()
+    bounds = [0, *sorted({p % (len(data) + 1) for p in places}), len(data)]
+    tokens = [data[a:b] for a, b in itertools.pairwise(bounds)]
+    detokenizer = Detokenizer(Cuts(tokens), frozenset())
+    pieces = [detokenizer.push(token) for token in range(len(tokens))] + [detokenizer.flush()]
+    made = parse(FORMATS[name].machine(NAMES, whole), pieces)
+    assert made == parse(FORMATS[name].machine(NAMES, whole), [SPOKEN[name]])
+    assert json.loads("".join(part.text for part in made if isinstance(part, Arguments))) == {"s": LETTERS}
 
 
 @pytest.mark.parametrize(("template", "name"), [

@@ -330,6 +330,12 @@ def test_passes_over_logits_equal_their_twins(rows: int, vocab: int, variant: st
     before = drawn - (logits / temperatures[:, None]).double().softmax(-1).gather(1, tokens[:, None])[:, 0]
     assert bool(((before <= numbers + 1e-5) & (numbers - 1e-5 <= drawn)).all())
     assert tokens.tolist() == plain.draw(logits, temperatures, numbers).tolist() or vocab > 100
+    bits = np.random.default_rng(seed).integers(0, 2**32, (rows, max((vocab + 31) // 32 + seed % 3 - 1, 1)), dtype=np.uint32)
+    bits[:, ::3], places = np.uint32(2**32 - 1), list(range(0, rows, 2))
+    masked, twin = logits.clone(), logits.clone()
+    library.mask(masked, places, bits[places])
+    plain.mask(twin, places, bits[places])
+    assert torch.equal(masked, twin)
     for row in range(rows):  # alone as in company
         one = slice(row, row + 1)
         assert library.draw(logits[one], temperatures[one], numbers[one]).tolist() == tokens[one].tolist()

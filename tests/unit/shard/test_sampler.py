@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headrace_shard.kernels.build import BuildFailed
 from headrace_shard.kernels.library import Library
+from headrace_shard.sampling.bits import add, discard, has, none_of, tokens_of
 from headrace_shard.sampling.filters import CANDIDATES, Filters, best, decided_by_candidates, kept
 from headrace_shard.sampling.params import SamplingParams, Watermark
 from headrace_shard.sampling.passes import Passes, TorchPasses
@@ -149,6 +150,26 @@ def test_logprobs_and_top_tokens_are_of_the_raw_distribution(passes: Passes) -> 
     assert ids == expected[0].topk(3).indices.tolist()
     assert logprobs == pytest.approx(expected[0].topk(3).values.tolist(), abs=1e-5)
     assert 1 not in choice.top
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("passes", PASSES, ids=NAMES)
+def test_a_mask_holds_its_row_alone_and_leaves_logprobs_as_they_are(passes: Passes, sampled: bool) -> None:
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(2))
+    expected, free = logits.log_softmax(-1), int(logits[1].argmax())
+    allowed = none_of(2)  # fewer words than the logits need: the last tokens are not among them
+    for token in (5, 40, 63):
+        add(allowed, token)
+    discard(allowed, 63)
+    discard(allowed, 99)
+    assert (tokens_of(allowed).tolist(), has(allowed, 40), has(allowed, 99)) == ([5, 40], True, False)
+    params = SamplingParams(sampled=sampled, temperature=2.0)
+    rows = [Row(params, NONE, NONE, 0, (), 2, allowed), row(), Row(params, NONE, NONE, 1, (), 0, allowed)]
+    choice = choose(logits, rows, passes)
+    assert {int(choice.tokens[0]), int(choice.tokens[2])} <= {5, 40}
+    assert choice.tokens[1] == free
+    assert choice.logprobs == pytest.approx([float(expected[i, token]) for i, token in enumerate(choice.tokens)], abs=1e-5)
+    assert choice.top[0][0] == expected[0].topk(2).indices.tolist()
 
 
 @pytest.mark.parametrize("passes", PASSES, ids=NAMES)

@@ -85,9 +85,18 @@ def _as_json(source: str) -> str:
         node = ast.parse(source, mode="eval").body
         if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
             raise Malformed
-        return json.dumps({str(k.arg): _constant(k.value) for k in node.keywords}, ensure_ascii=False, allow_nan=False)
+        made = {_name(source, keyword): _constant(keyword.value) for keyword in node.keywords}
+        text = json.dumps(made, ensure_ascii=False, allow_nan=False)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")  # escapes of JSON write a character in two halves
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise Malformed from None
+
+
+def _name(source: str, keyword: ast.keyword) -> str:
+    """A keyword as it is written; Python's own reading of it is another Unicode form of some letters."""
+    written = ast.get_source_segment(source, keyword)
+    assert written is not None
+    return written.partition("=")[0].strip()
 
 
 def _constant(node: ast.expr) -> Any:

@@ -69,12 +69,18 @@ class Qwen3Coder(Machine):
         return made.removesuffix(marker)
 
 
+def is_text(schema: object) -> bool:
+    """Whether a value of this schema is a string, written as it is; else it is JSON."""
+    if not isinstance(schema, dict) or schema.keys() & {"anyOf", "oneOf", "allOf", "$ref"}:
+        return False
+    values = [schema["const"]] if "const" in schema else schema.get("enum", ())
+    return bool(schema.get("type", "string") == "string" and all(isinstance(value, str) for value in values))
+
+
 def _value(text: str, schema: dict[str, Any], key: str) -> str:
     """A value as JSON."""
     properties = schema.get("properties")
-    known = properties.get(key) if isinstance(properties, dict) else None
-    kind = known.get("type", "string") if isinstance(known, dict) and not known.keys() & {"anyOf", "oneOf", "$ref"} else None
-    if kind != "string":
+    if not is_text(properties.get(key) if isinstance(properties, dict) else None):
         try:
             return json.dumps(json.loads(text), ensure_ascii=False)
         except (ValueError, RecursionError):

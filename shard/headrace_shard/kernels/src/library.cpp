@@ -135,6 +135,11 @@ void headrace_draw(
   chosen->draw(logits, rows, stride, columns, temperatures, numbers, tokens);
 }
 
+void headrace_mask(
+    float* logits, const int64_t* places, int64_t count, int64_t stride, int64_t columns, const uint32_t* bits, int64_t words) {
+  chosen->mask(logits, places, count, stride, columns, bits, words);
+}
+
 void headrace_threshold(
     const float* scores, const float* weights, int64_t rows, int64_t columns, const double* masses, float* thresholds) {
   chosen->threshold(scores, weights, rows, columns, masses, thresholds);

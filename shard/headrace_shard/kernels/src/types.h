@@ -101,6 +101,8 @@ struct Kernels {
   void (*draw)(
       const float* logits, int64_t rows, int64_t stride, int64_t columns, const float* temperatures, const double* numbers,
       int64_t* tokens);
+  void (*mask)(
+      float* logits, const int64_t* places, int64_t count, int64_t stride, int64_t columns, const uint32_t* bits, int64_t words);
   void (*threshold)(
       const float* scores, const float* weights, int64_t rows, int64_t columns, const double* masses, float* thresholds);
 };

@@ -135,6 +135,21 @@ inline void draw(
   }
 }
 
+// Of `count` rows of logits, at `places`, those columns become -inf whose bit is 0; bits [count, words], the lowest bit of a
+// word first. Columns beyond the bits have none.
+inline void mask(
+    float* data, const int64_t* places, int64_t count, int64_t stride, int64_t columns, const uint32_t* bits, int64_t words) {
+  each_piece({data, count, stride, columns}, [&](int64_t row, int64_t, int64_t begin, int64_t width) {
+    float* x = data + places[row] * stride;
+    for (int64_t at = begin; at < begin + width; at += 32) {
+      const uint32_t word = at / 32 < words ? bits[row * words + at / 32] : 0;
+      if (word == ~uint32_t{0}) continue;
+      const int64_t end = std::min<int64_t>(32, columns - at);
+      for (int64_t i = 0; i < end; ++i) x[at + i] = word >> i & 1 ? x[at + i] : -INFINITY;
+    }
+  });
+}
+
 // Whole numbers that are in the order of the floats; -0 is to be 0.
 inline int64_t order_of(float x) {
   int32_t bits;
