@@ -1,8 +1,8 @@
 """`python -m bench [NAME...]`: measure, print one table, and record what was found in bench/results.
 
-NAME is one or more of boundary, broker, engine, grammars, network, startup, stream_vs_transformers, streaming; all of them if
-none is given. The machine should have nothing else to do. The table's ratio is 1 where a target is just met, and more where
-it is exceeded.
+NAME is one or more of boundary, broker, capacity, grammars, long_prompts, network, shared_prefix, speculation, startup,
+stream_vs_transformers, streaming; all of them if none is given. The machine should have nothing else to do. The table's ratio
+is 1 where a target is just met, and more where it is exceeded.
 
 `python -m bench peers` compares with other servers; it takes options of its own (--help).
 """
@@ -13,13 +13,14 @@ import argparse
 import os
 import sys
 
-from bench import boundary, broker, engine, grammars, network, startup, stream_vs_transformers, streaming
+from bench import boundary, broker, capacity, engine, grammars, network, startup, stream_vs_transformers, streaming
 from bench.figures import Figure, recorded, table
 
 BENCHMARKS = {
-    "boundary": boundary.measure, "broker": broker.measure, "engine": engine.measure, "grammars": grammars.measure,
-    "network": network.measure, "startup": startup.measure, "stream_vs_transformers": stream_vs_transformers.measure,
-    "streaming": streaming.measure,
+    "boundary": boundary.measure, "broker": broker.measure, "capacity": capacity.measure, "grammars": grammars.measure,
+    "long_prompts": engine.long_prompts, "network": network.measure, "shared_prefix": engine.shared_prefix,
+    "speculation": engine.speculation, "draft_model": engine.draft_model, "startup": startup.measure,
+    "stream_vs_transformers": stream_vs_transformers.measure, "streaming": streaming.measure,
 }
 BUSY = 0.5  # load average from which figures are doubtful
 

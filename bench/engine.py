@@ -1,7 +1,7 @@
-"""What the engine makes of traffic: shared prefixes, long prompts beside chats, text that repeats itself.
+"""What the engine makes of traffic: shared prefixes, long prompts beside chats, text that repeats itself. A record each.
 
 Each pair of figures comes from the same run: with the prefix cache and without, chats alone and beside long prompts, with
-speculation and without.
+speculation and without, in float32 with the model's own 4-bit weights as its draft and without.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from headrace._common.tokenizing import Tokenizer
 from headrace_launcher.bench import load
 from headrace_launcher.bench.prompts import numbered_list
 from headrace_launcher.bench.stats import median, percentile
+from headrace_launcher.models import embedded
 from tests.processes import Service
 
 ROUNDS = 3
@@ -27,20 +28,10 @@ CHATS, LONG_TOKENS, CHAT_TOKENS = 8, 4000, 192
 SPECULATE = 6
 
 
-def measure() -> Result:
-    """The three parts, one after the other."""
-    setup = {
-        "rounds": ROUNDS, "shared_tokens": SHARED_TOKENS, "sharers": SHARERS, "chats": CHATS, "long_tokens": LONG_TOKENS,
-        "speculate": SPECULATE,
-    }
-    result = Result("engine", setup=setup)
-    tokenizer = Tokenizer(embedded_model() / "tokenizer.json")
-    result.figures = [*shared_prefix(tokenizer), *long_prompts(tokenizer), *repetition(tokenizer)]
-    return result
-
-
-def shared_prefix(tokenizer: Tokenizer) -> list[Figure]:
+def shared_prefix() -> Result:
     """The time of requests that begin alike, with the cache over without it."""
+    setup = {"rounds": ROUNDS, "shared_tokens": SHARED_TOKENS, "sharers": SHARERS}
+    result, tokenizer = Result("shared_prefix", setup=setup), model_tokenizer()
     on, off = Service(), Service("--no-prefix-caching")
     ratios, cached, plain = [], [], []
     try:
@@ -53,15 +44,18 @@ def shared_prefix(tokenizer: Tokenizer) -> list[Figure]:
     finally:
         on.stop()
         off.stop()
-    return [
+    result.figures = [
         Figure("shared prefix, without the cache", "s", median(plain), samples=tuple(plain)),
         Figure("shared prefix, with it", "s", median(cached), samples=tuple(cached)),
         Figure("shared prefix, with / without", "x", median(ratios), below=0.3, samples=tuple(ratios)),
     ]
+    return result
 
 
-def long_prompts(tokenizer: Tokenizer) -> list[Figure]:
+def long_prompts() -> Result:
     """How far apart the tokens of chats are while long prompts come one after the other."""
+    setup = {"rounds": ROUNDS, "chats": CHATS, "chat_tokens": CHAT_TOKENS, "long_tokens": LONG_TOKENS}
+    result, tokenizer = Result("long_prompts", setup=setup), model_tokenizer()
     service = Service("--max-input-tokens", "6000", "--max-total-tokens", "6200")
     try:
         service.wait_ready()
@@ -75,13 +69,14 @@ def long_prompts(tokenizer: Tokenizer) -> list[Figure]:
             chunk.append(longest)
     finally:
         service.stop()
-    return [
+    result.figures = [
         Figure("chats alone, p50 between tokens", "ms", percentile(alone, 50) * 1e3),
         Figure("chats beside long prompts, p99 between tokens", "ms", percentile(beside, 99) * 1e3),
         Figure("the same / twice the p50 and one step of 100 ms", "x",
                percentile(beside, 99) / (2 * percentile(alone, 50) + 0.1), below=1),
         Figure("a long prompt's first token", "s", median(chunk), samples=tuple(chunk)),
     ]
+    return result
 
 
 async def with_long_prompts(
@@ -100,8 +95,9 @@ async def with_long_prompts(
     return await task, median(times)
 
 
-def repetition(tokenizer: Tokenizer) -> list[Figure]:
+def speculation() -> Result:
     """Tokens per second of one stream with guesses over without: text that copies its prompt, and text that does not."""
+    result, tokenizer = Result("speculation", setup={"rounds": ROUNDS, "speculate": SPECULATE}), model_tokenizer()
     plain, guessing = Service(), Service("--speculate", str(SPECULATE))
     copying: list[float] = []
     free: list[float] = []
@@ -117,10 +113,38 @@ def repetition(tokenizer: Tokenizer) -> list[Figure]:
     finally:
         plain.stop()
         guessing.stop()
-    return [
+    result.figures = [
         Figure("speculation on text that copies, with / without", "x", median(copying), at_least=1.4, samples=tuple(copying)),
         Figure("speculation on other text, with / without", "x", median(free), at_least=0.97, samples=tuple(free)),
     ]
+    return result
+
+
+def draft_model() -> Result:
+    """Tokens per second of one stream in float32, greedy and sampled, with the 4-bit weights as its draft over without."""
+    result, tokenizer = Result("draft_model", setup={"rounds": ROUNDS}), model_tokenizer()
+    exact = ("--dtype", "float32")
+    plain, guessing = Service(*exact), Service(*exact, "--draft-model-id", embedded.NAME)
+    ratios: dict[float, list[float]] = {0.0: [], 0.8: []}
+    try:
+        for turn in range(ROUNDS):
+            prompt = tokenizer.encode(f"Once upon a time a {words(turn)[0]} met a {words(turn)[1]}, and")
+            for temperature, into in ratios.items():
+                rates = [median(serve(s.wait_ready(), [prompt], 96, temperature).decode_rates) for s in (plain, guessing)]
+                into.append(rates[1] / rates[0])
+    finally:
+        plain.stop()
+        guessing.stop()
+    result.figures = [
+        Figure("draft model of 4 bits for float32, with / without", "x", median(ratios[0.0]), samples=tuple(ratios[0.0])),
+        Figure("the same at temperature 0.8", "x", median(ratios[0.8]), samples=tuple(ratios[0.8])),
+    ]
+    return result
+
+
+def model_tokenizer() -> Tokenizer:
+    """The default model's."""
+    return Tokenizer(embedded_model() / "tokenizer.json")
 
 
 def words(seed: int) -> list[str]:
@@ -138,13 +162,13 @@ def gaps(outcome: load.Outcome) -> list[float]:
     return [b - a for answer in outcome.answers for a, b in pairwise(answer.times)]
 
 
-def serve(service: Service, prompts: Sequence[load.Prompt], tokens: int) -> load.Outcome:
+def serve(service: Service, prompts: Sequence[load.Prompt], tokens: int, temperature: float = 0.0) -> load.Outcome:
     """All prompts at once.
 
     Raises:
         RuntimeError: an answer failed, or ended early, and so would make a figure of less work.
     """
-    spec = load.Load(service.url, concurrency=len(prompts), output_len=tokens, ignore_eos=True)
+    spec = load.Load(service.url, concurrency=len(prompts), output_len=tokens, ignore_eos=True, temperature=temperature)
     outcome = uvloop.run(load.run(spec, prompts))
     if outcome.errors() or any(answer.tokens != tokens for answer in outcome.answers):
         raise RuntimeError(f"errors: {outcome.errors()}; answers of {[a.tokens for a in outcome.answers]} tokens")

@@ -9,7 +9,9 @@ from bench.simulation.cost import Machine
 from bench.simulation.policies import Policy, Running
 from headrace_launcher.bench.workloads import Lengths
 from headrace_router.presets import Preset
+from headrace_router.tenants import ANONYMOUS, Tenant
 from headrace_shard.kv.blocks import BLOCK_SIZE, blocks_for
+from headrace_shard.scheduler import OLDEST
 
 MAX_BATCH = 256
 
@@ -19,12 +21,14 @@ class Trace:
     """What a simulation gave.
 
     Attributes:
-        ended: requests with all their tokens; `refused`: those that a full queue turned away.
+        ended: requests with all their tokens; `refused`: those that were turned away; `late`: those whose client left at its
+            deadline, or that were dropped shortly before.
         seconds: virtual time until the last end. `preempted`: how often.
     """
 
     ended: list[Running]
     refused: list[Running]
+    late: list[Running]
     seconds: float
     steps: int
     preempted: int
@@ -42,30 +46,53 @@ class Simulation:
         self._cached: set[tuple[str, int]] = set()  # shared beginnings that have been computed
         self._admissions = self._preempted = 0
 
-    def run(self, drawn: Sequence[Lengths], at: Sequence[float]) -> Trace:
-        """Serve all of them.
+    def run(
+        self, drawn: Sequence[Lengths], at: Sequence[float], patience: float | None = None,
+        tenants: Sequence[Tenant] = (ANONYMOUS,),
+    ) -> Trace:
+        """Serve all of them. `patience`: seconds after which clients leave. The tenants take turns.
 
         Raises:
             ValueError: one is larger than the whole KV cache.
         """
-        coming = [Running(lengths, i, time) for i, (lengths, time) in enumerate(zip(drawn, at, strict=True))]
+        coming = [
+            Running(lengths, i, time, tenants[i % len(tenants)], None if patience is None else time + patience)
+            for i, (lengths, time) in enumerate(zip(drawn, at, strict=True))
+        ]
         if any(blocks_for(request.cost) > self.blocks for request in coming):
             raise ValueError("a request is larger than the KV cache")
         ended: list[Running] = []
         refused: list[Running] = []
+        late: list[Running] = []
         steps, arrived = 0, 0
         while arrived < len(coming) or self._batch or len(self.policy.queue):
             while arrived < len(coming) and coming[arrived].at <= self._now:
-                full = len(self.policy.queue) >= self._tuned.max_queue_size
-                refused.append(coming[arrived]) if full else self.policy.queue.push(coming[arrived])
+                self.policy.places = self._max_batch - len(self._batch)
+                refuses = self.policy.refuses(coming[arrived])
+                refused.append(coming[arrived]) if refuses else self.policy.queue.push(coming[arrived])
                 arrived += 1
+            late += self._expire()
             self._admit()
             if not self._batch:
-                self._now = coming[arrived].at
+                if arrived < len(coming):
+                    self._now = max(self._now, coming[arrived].at)
                 continue
             ended += self._step()
             steps += 1
-        return Trace(ended, refused, self._now, steps, self._preempted)
+        return Trace(ended, refused, late, self._now, steps, self._preempted)
+
+    def _expire(self) -> list[Running]:
+        """Who leaves now, waiting or running."""
+        policy, now = self.policy, self._now
+        gone = [r for r in policy.queue if policy.drops(r) or (r.deadline is not None and r.deadline <= now)]
+        for request in gone:
+            request.ended = True
+            policy.queue.forget(request, request.known if request.said else 0)
+        for request in [r for r in self._batch if r.deadline is not None and r.deadline <= now]:
+            request.ended = True
+            self._leave(request)
+            gone.append(request)
+        return gone
 
     def _admit(self) -> None:
         room = self.free
@@ -78,9 +105,11 @@ class Simulation:
             room -= need
             return True
 
-        for request in self.policy.queue.take(self._max_batch - len(self._batch), fits):
+        self.policy.places = self._max_batch - len(self._batch)
+        for request in self.policy.take(fits):
             self._admissions += 1
             request.admitted = self._admissions
+            request.since = request.since or self._now
             if (request.workload, request.lengths.group) in self._cached:
                 request.computed = request.lengths.shared // BLOCK_SIZE * BLOCK_SIZE
             self._hold(request, max(self.policy.reserve(request), blocks_for(request.computed)))
@@ -99,11 +128,15 @@ class Simulation:
             rows = [request for request in rows if request in self._batch]
         chunks: list[tuple[Running, int]] = []
         budget = policy.budget(len(rows))
+        oldest = min(prompts, key=lambda request: request.admitted, default=None)
+        kept = budget // OLDEST
         for request in prompts:
-            if request not in self._batch or budget <= 0:
+            if request is oldest:
+                kept = 0
+            if request not in self._batch or budget <= kept:
                 continue
             room = (request.held + self.free) * BLOCK_SIZE - request.computed
-            count = min(request.known - request.computed, budget, room)
+            count = min(request.known - request.computed, budget - kept, room)
             if count > 0:
                 self._hold(request, max(blocks_for(request.computed + count) - request.held, 0))
                 chunks.append((request, count))
@@ -114,7 +147,6 @@ class Simulation:
         tokens = sum(count for _, count in chunks)
         seconds = self._machine.seconds(len(rows), tokens, sum(request.known for request in rows))
         self._now += seconds
-        policy.learn(seconds, len(rows), tokens)
         for request, count in [*((request, 1) for request in rows), *chunks]:
             request.computed += count
             if request.computed >= request.lengths.shared:
@@ -122,10 +154,11 @@ class Simulation:
             if request.computed == request.known:
                 request.said += 1
                 request.times.append(self._now)
+        policy.learn(seconds, len(rows), tokens)
         done = [request for request in self._batch if request.said == request.lengths.output]
         for request in done:
-            self._leave(request)
             request.ended = True
+            self._leave(request)
         return done
 
     def _grow(self, request: Running, tokens: int) -> bool:
@@ -148,6 +181,7 @@ class Simulation:
         self._batch.remove(request)
         self.free += request.held
         request.held = 0
+        self.policy.left(request)
 
     def _hold(self, request: Running, count: int) -> None:
         self.free -= count

@@ -20,7 +20,8 @@ from headrace_shard.settings import ShardSettings, conflict
 
 # Set by the launcher for its children; nobody types them here.
 INTERNAL = frozenset({
-    "insecure", "model_folder", "model_sha", "pause_above_load", "rank", "shard_restarts", "shard_target", "worker_socket",
+    "draft_model_folder", "insecure", "model_folder", "model_sha", "pause_above_load", "rank", "shard_restarts", "shard_target",
+    "worker_socket",
 })
 
 
@@ -89,9 +90,11 @@ def plan(given: dict[str, Any], with_router: bool) -> Plan:
     _check_limits(made.shard)
     if made.shard.dtype is not None and made.shard.quantize is not None:
         raise click.UsageError(conflict(made.shard.dtype, made.shard.quantize))
+    if made.launcher.draft_model_id and made.shard.speculate == 0:
+        raise click.UsageError(f"--speculate 0: the draft model {made.launcher.draft_model_id} would have nothing to guess")
     if made.router is not None:
         _check_router(made.router)
-        _check_role(made.router, made.launcher.num_shard)
+        _check_role(made.router, made.launcher)
     return made
 
 
@@ -206,7 +209,7 @@ def _check_router(router: RouterSettings) -> None:
         raise click.UsageError(f"--api-keys-file {router.api_keys_file}: there is no such file, or it cannot be read")
 
 
-def _check_role(router: RouterSettings, num_shard: int) -> None:
+def _check_role(router: RouterSettings, launcher: LauncherSettings) -> None:
     """Refuse flags that would have no effect in the role."""
     is_gateway = router.role == "gateway"
     given = {f.name for f in dataclasses.fields(router) if getattr(router, f.name) != f.default}
@@ -222,8 +225,10 @@ def _check_role(router: RouterSettings, num_shard: int) -> None:
         raise click.UsageError("--role gateway needs --worker-token-file, where it writes the first token of its workers")
     if is_gateway and router.broker != EMBEDDED and (problem := broker_problem(router.broker)) is not None:
         raise click.UsageError(problem)
-    if is_gateway and num_shard > 1:
-        raise click.UsageError(f"--num-shard {num_shard}: a gateway has no shards, its workers have")
+    if is_gateway and launcher.num_shard > 1:
+        raise click.UsageError(f"--num-shard {launcher.num_shard}: a gateway has no shards, its workers have")
+    if is_gateway and launcher.draft_model_id:
+        raise click.UsageError(f"--draft-model-id {launcher.draft_model_id}: a gateway runs no model, its workers do")
     if not is_gateway and router.gateway is None and router.worker_token_file is not None:
         raise click.UsageError("--worker-token-file is of --role gateway, or of workers, which have --gateway")
 

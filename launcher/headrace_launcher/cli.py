@@ -182,12 +182,16 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--url", help="the server [default http://127.0.0.1:$PORT, 3000]")
 @click.option("--api", type=click.Choice(("openai", "completions", "tgi")), default="openai", show_default=True)
 @click.option("--model", help="its name; the first of /v1/models if not given")
-@click.option("--api-key", help="its key [env API_KEY]")
+@click.option("--api-key", multiple=True, help="its key [env API_KEY]; repeated: of tenants that take turns")
 @click.option(
     "--workload", "mix", type=click.Choice(("chat", "agent", "document")), multiple=True, help="may be repeated [default chat]"
 )
 @click.option("--concurrency", type=click.IntRange(min=1), multiple=True, help="closed loop; repeated: a point each")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), multiple=True, help="Poisson arrivals per second")
+@click.option("--find-capacity", is_flag=True, help="search the largest rate whose requests keep the targets [ttft=5000]")
+@click.option("--overload", type=click.FloatRange(min=0), default=3.0, help="then send so many times as much; 0: do not")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=30.0, help="of each rate of --find-capacity")
+@click.option("--deadline", type=click.FloatRange(min=0, min_open=True), help="seconds, sent as X-Request-Timeout-Ms")
 @click.option("--trace", type=_FILE, help="file of requests with their times, as docs/bench.md has it")
 @click.option("--requests", type=click.IntRange(min=1), default=32, show_default=True, help="of each point")
 @click.option("--scale", type=click.FloatRange(min=0, min_open=True), default=1.0, help="of the workload's lengths")
@@ -206,6 +210,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 def bench(**given: Any) -> int:
     """Measure a running server: latency, throughput, goodput."""
     from headrace_launcher.bench import command
+    from headrace_launcher.bench.capacity import TARGETS, Traffic
     from headrace_launcher.bench.load import Load
 
     if given["compare"]:
@@ -216,17 +221,29 @@ def bench(**given: Any) -> int:
         targets = command.parse_targets(given["target"])
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    concurrency = given["concurrency"] or (() if given["rate"] or given["trace"] else (1,))
-    plan = command.Plan(
-        given["rate"], concurrency, given["trace"], given["mix"] or ("chat",), given["requests"], given["scale"],
-        given["input_len"], given["output_len"], given["seed"], given["warmup"], targets,
-    )
+    keys = given["api_key"] or ((os.environ["API_KEY"],) if os.environ.get("API_KEY") else ())
     load = Load(
         given["url"] or f"http://127.0.0.1:{os.environ.get('PORT') or 3000}", command.APIS[given["api"]],
         temperature=given["temperature"], ignore_eos=given["ignore_eos"],
-        api_key=given["api_key"] or os.environ.get("API_KEY"), timeout=given["timeout"], seed=given["seed"],
+        api_keys=keys, timeout=given["timeout"], seed=given["seed"],
     )
-    return command.run(plan, load, given["output"], given["html"], given["svg"], model=given["model"])
+    files = given["output"], given["html"], given["svg"]
+    if given["find_capacity"]:
+        if given["concurrency"] or given["trace"] or len(given["rate"]) > 1:
+            raise click.UsageError("--find-capacity takes one --rate to begin with, no --concurrency and no --trace")
+        traffic = Traffic(
+            given["mix"] or ("chat",), given["scale"], given["input_len"], given["output_len"], given["seconds"],
+            targets or TARGETS, given["deadline"], given["seed"],
+        )
+        first = given["rate"][0] if given["rate"] else None
+        return command.run_capacity(traffic, load, first, given["overload"], *files, model=given["model"])
+    concurrency = given["concurrency"] or (() if given["rate"] or given["trace"] else (1,))
+    plan = command.Plan(
+        given["rate"], concurrency, given["trace"], given["mix"] or ("chat",), given["requests"], given["scale"],
+        given["input_len"], given["output_len"], given["seed"], given["warmup"], targets, max(len(keys), 1),
+        given["deadline"],
+    )
+    return command.run(plan, load, *files, model=given["model"])
 
 
 @headrace.group("worker-token")

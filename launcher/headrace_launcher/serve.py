@@ -19,6 +19,7 @@ from headrace_launcher import sockets
 from headrace_launcher.arguments import Plan
 from headrace_launcher.children import json_line
 from headrace_launcher.lending import worker_socket
+from headrace_launcher.models.draft import check_vocabulary
 from headrace_launcher.models.resolve import Resolved, resolve
 from headrace_launcher.private import CacheProvider, private_folder, run_base
 from headrace_launcher.supervisor import Started, Supervisor
@@ -44,6 +45,7 @@ def serve(plan: Plan) -> int:
             if plan.router is not None and plan.router.gateway is not None:
                 plan = _join(plan, plan.router, plan.router.gateway, stack)
             model = find_model(plan, stack)
+            plan = with_draft(plan, model, stack)
             asyncio.run(Supervisor(plan, model, prefix, functools.partial(_announce, plan), began).run())
     except HeadraceError as error:
         complain(str(error), plan.launcher.json_output)
@@ -73,6 +75,21 @@ def find_model(plan: Plan, stack: contextlib.ExitStack) -> Resolved:
     return resolve(
         settings.model_id, settings.revision, settings.huggingface_hub_cache, caches, log.info, weights=not plan.is_gateway
     )
+
+
+def with_draft(plan: Plan, model: Resolved, stack: contextlib.ExitStack) -> Plan:
+    """The plan with the folder of the draft model, if there is to be one.
+
+    Raises:
+        StartupError: there is no such model, or its vocabulary is not the model's.
+    """
+    settings = plan.launcher
+    if not settings.draft_model_id:
+        return plan
+    caches = CacheProvider(stack, log.warning)
+    draft = resolve(settings.draft_model_id, None, settings.huggingface_hub_cache, caches, log.info)
+    check_vocabulary(model, draft)
+    return dataclasses.replace(plan, shard=dataclasses.replace(plan.shard, draft_model_folder=str(draft.folder)))
 
 
 def complain(text: str, as_json: bool) -> None:

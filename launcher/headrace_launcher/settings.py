@@ -14,6 +14,10 @@ class LauncherSettings:
 
     model_id: str = option("", "hub id, folder of safetensors, or .gguf file; SmolLM2-135M-Instruct if not given")
     revision: str | None = option(None, "branch, tag or commit of a hub model")
+    draft_model_id: str = option(
+        "", "smaller model with the same vocabulary, given as --model-id is, whose guesses are tried; see --speculate",
+        env="HEADRACE_DRAFT_MODEL_ID",
+    )
     num_shard: int = option(1, "tensor-parallel shards", minimum=1)
     max_batch_prefill_tokens: int | None = option(
         None, "TGI's name of --max-step-tokens; not less than --max-input-tokens", minimum=1

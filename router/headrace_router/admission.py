@@ -1,50 +1,27 @@
-"""The door of an engine: who may come in now, what that costs its tenant, and when it must be out again."""
+"""What stands before an engine: who is let in, what that costs its tenant, and when it must be out again."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Protocol
 
-from headrace._common.errors import DeadlineExceeded, QueueFull, WouldBeLate
+from headrace._common.errors import DeadlineExceeded
+from headrace_router.door import Batch, Door
 from headrace_router.engine import Engine
 from headrace_router.metrics import Metrics
 from headrace_router.pace import Forecast
-from headrace_router.presets import Preset
 from headrace_router.rates import Meter, Meters
 from headrace_router.streams import TokenStream
 from headrace_router.types import GenerateRequest
-
-
-class Batch(Protocol):
-    """What the door must know of those who are in already."""
-
-    @property
-    def backlog(self) -> int:
-        """Requests that wait for a place that somebody else has; negative: places that are free."""
-        ...
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Tokens that the waiting requests may take."""
-        ...
-
-    @property
-    def running(self) -> int: ...
-
-    def ahead(self, workload: str) -> int:
-        """Requests that go before a new one of this class."""
-        ...
 
 
 class Admission:
     """An engine in front of another one.
 
     - A queue that is full, by requests or by tokens, refuses; a single request may always wait, however large it is.
-    - A request that cannot meet its deadline is refused, and one that has no first token when only its other tokens
-      would still fit is dropped: what it would take is left to those who can. Both by a forecast on the bright side, and
-      only while others wait.
+    - A request that will not meet its deadline, by what others of its class wait and take, is refused. One that still waits
+      when only what they take would fit is dropped, and so is one that has no first token when only its other tokens would
+      fit, at best: what it would take is left to those who can. All of it only while others wait.
     - Prompt tokens are charged to the tenant when a request is taken; output tokens when it leaves, whoever ended it.
       What produced nothing costs nothing.
     - A request whose deadline passes ends with an error, and is cancelled wherever it is: waiting, it is dropped before
@@ -52,17 +29,14 @@ class Admission:
     """
 
     def __init__(
-        self, engine: Engine, batch: Batch, meters: Meters, metrics: Metrics, bounds: Preset, forecast: Forecast,
-        retry_after: Callable[[], float],
+        self, engine: Engine, batch: Batch, meters: Meters, metrics: Metrics, door: Door, forecast: Forecast
     ) -> None:
-        """`bounds`: of the queue. `retry_after`: seconds to tell a client that is turned away."""
         self._engine = engine
         self._meters = meters
         self._metrics = metrics
         self._batch = batch
-        self._bounds = bounds
+        self._door = door
         self._forecast = forecast
-        self._retry_after = retry_after
 
     def submit(self, request: GenerateRequest) -> TokenStream:
         """Take a request.
@@ -75,7 +49,9 @@ class Admission:
         left = None if request.deadline is None else request.deadline - time.perf_counter()
         if left is not None and left <= 0:
             raise self._late(request, "waiting")
-        self._check_queue(request, left)
+        self._door.check(
+            request.workload, request.tenant, len(request.prompt), request.max_new_tokens, request.min_new_tokens, left
+        )
         meter = self._meters.of(request.tenant)
         meter.charge(len(request.prompt))
         stream = self._engine.submit(request)
@@ -83,32 +59,31 @@ class Admission:
         if left is not None:
             loop = asyncio.get_running_loop()
             timers = [loop.call_later(left, self._expire, request, stream)]
-            if 0 < (rest := self._forecast.rest(request.max_new_tokens, request.min_new_tokens)) < left:
-                timers.append(loop.call_later(left - rest, self._shed, request, stream))
+            of = request.workload, request.max_new_tokens, request.min_new_tokens
+            for need, shed in (
+                (self._forecast.stay(*of), self._shed_waiting), (self._forecast.rest(*of), self._shed_silent),
+            ):
+                if 0 < need < left:
+                    timers.append(loop.call_later(left - need, shed, request, stream))
         stream.on_close(lambda: self._settle(request, stream, meter, timers))
         return stream
 
-    def _check_queue(self, request: GenerateRequest, left: float | None) -> None:
-        """`left`: seconds until its deadline."""
-        backlog, bounds = self._batch.backlog, self._bounds
-        tokens = self._batch.waiting_tokens + len(request.prompt) + request.max_new_tokens
-        if backlog >= bounds.max_queue_size or (backlog > 0 and tokens > bounds.max_queue_tokens):
-            raise QueueFull("Model is overloaded: the queue is full", self._retry_after())
-        if left is not None and backlog >= 0:
-            need = self._forecast.wait(self._batch.ahead(request.workload), self._batch.running)
-            need += self._forecast.rest(request.max_new_tokens, request.min_new_tokens)
-            if need > left:
-                raise WouldBeLate(
-                    f"Model is overloaded: the request would need about {need:.3g} s, and has {left:.3g} s", self._retry_after()
-                )
+    def _shed_waiting(self, request: GenerateRequest, stream: TokenStream) -> None:
+        """There is no time left for what requests of its class take, as a rule."""
+        if stream.placed is None:
+            self._shed_silent(request, stream)
 
-    def _shed(self, request: GenerateRequest, stream: TokenStream) -> None:
+    def _shed_silent(self, request: GenerateRequest, stream: TokenStream) -> None:
+        """There is no time left for its tokens after the first, at best."""
         if not stream.done and not stream.count and self._batch.backlog > 0:
             stream.abort(self._late(request, "hopeless"))
 
     def _expire(self, request: GenerateRequest, stream: TokenStream) -> None:
-        if not stream.done:
-            stream.abort(self._late(request, "running" if stream.count else "waiting"))
+        if stream.done:
+            return
+        if stream.placed is not None:
+            self._forecast.cut(request.workload, request.max_new_tokens, time.perf_counter() - stream.placed)
+        stream.abort(self._late(request, "running" if stream.count else "waiting"))
 
     def _late(self, request: GenerateRequest, stage: str) -> DeadlineExceeded:
         self._metrics.late(request.tenant.name, request.workload, stage)

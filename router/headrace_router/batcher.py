@@ -39,6 +39,7 @@ from headrace_router.metrics import Metrics
 from headrace_router.roster import Room, Roster
 from headrace_router.shard_client import ShardClient
 from headrace_router.streams import TokenStream
+from headrace_router.tenants import Tenant
 from headrace_router.text.output import OutputText
 from headrace_router.types import GenerateRequest
 
@@ -130,14 +131,15 @@ class Batcher:
         """Tokens that the requests in the queue may take."""
         return self._roster.queue.tokens
 
-    def ahead(self, workload: str) -> int:
-        """Requests in the queue that go before a new one of this class."""
-        return self._roster.queue.ahead(workload)
+    def wait(self, workload: str, tenant: Tenant) -> float:
+        """Seconds that a new request will be in the queue, if it has to wait at all."""
+        return self._roster.queue.wait(workload, tenant)
 
     @property
     def backlog(self) -> int:
         """Requests in the queue beyond those that the next admission has places for."""
-        places = 0 if self._blocked else self._limits.max_batch_size - self.running
+        full = self._blocked or not self._roster.may_admit("document")
+        places = 0 if full else self._limits.max_batch_size - self.running
         return self.waiting - max(places, 0)
 
     @property
@@ -232,7 +234,7 @@ class Batcher:
         room = Room(self._shard.info.block_size, self._free_blocks if self._batch_id else None)
         entries = roster.admit(min(places, self._most), room, time.perf_counter())
         if not entries:
-            if places > 0:
+            if places > 0 and room.lacking:
                 self._block()
             return
         request = pb.PrefillRequest(
@@ -296,6 +298,9 @@ class Batcher:
             self._free_blocks = step.cache.free_blocks
             self._metrics.prefix_cache_queried_tokens = step.cache.queried_tokens
             self._metrics.prefix_cache_hit_tokens = step.cache.hit_tokens
+        self._roster.prompts.step()
+        if len(self._roster.queue):
+            self._wake.set()
         self._count(step, call)
 
     def _end_rest(self, detail: pb.Detail) -> None:
@@ -313,8 +318,7 @@ class Batcher:
     def _count(self, step: pb.Step, call: Call) -> None:
         metrics, method = self._metrics, call.method
         metrics.batch_inference_count[method] += 1
-        metrics.draft_tokens += step.timings.draft_tokens
-        metrics.accepted_draft_tokens += step.timings.accepted_tokens
+        metrics.drafted(step.timings)
         metrics.batch_inference_success[method] += 1
         metrics.batch_inference_duration[method].observe(step.timings.total_us * 1e-6)
         metrics.batch_forward_duration[method].observe(step.timings.forward_us * 1e-6)

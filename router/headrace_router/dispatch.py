@@ -96,6 +96,7 @@ def send_last(entry: Entry, token_id: int, logprob: float, special: bool, last: 
         reason = "stop_sequence"
     token = Token(token_id, logprob, text, special or at_end_token)
     _add_detail(entry, token, last)
+    entry.draft_tokens, entry.accepted_tokens = detail.draft_tokens, detail.accepted_tokens
     token.end = entry.end(reason, time.perf_counter())
     entry.stream.put(token)
 

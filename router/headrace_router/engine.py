@@ -7,6 +7,7 @@ from typing import Protocol
 
 from headrace.v1 import generation_pb2 as pb
 from headrace_router.streams import TokenStream
+from headrace_router.tenants import Tenant
 from headrace_router.types import GenerateRequest
 
 
@@ -42,8 +43,8 @@ class Core(Engine, Protocol):
         """Tokens that the waiting requests may take."""
         ...
 
-    def ahead(self, workload: str) -> int:
-        """Requests that go before a new one of this class."""
+    def wait(self, workload: str, tenant: Tenant) -> float:
+        """Seconds that a new request will be in the queue, if it has to wait at all."""
         ...
 
     @property

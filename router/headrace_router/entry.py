@@ -18,8 +18,8 @@ class Entry:
     """Everything that is needed to run a request, and to run it again elsewhere from where it was."""
 
     __slots__ = (
-        "admitted", "alone", "arrival", "cached_tokens", "output", "passed", "readmitted", "request", "stream", "submitted",
-        "text", "wire_id",
+        "accepted_tokens", "admitted", "alone", "arrival", "brought", "cached_tokens", "draft_tokens", "output", "passed",
+        "readmitted", "request", "stream", "submitted", "text", "wire_id",
     )
 
     def __init__(self, request: GenerateRequest, arrival: int, text: OutputText, stream: TokenStream) -> None:
@@ -31,7 +31,8 @@ class Entry:
         self.wire_id = 0  # of its present admission; never used again
         self.submitted = time.perf_counter()
         self.admitted: float | None = None  # first admission
-        self.cached_tokens = 0
+        self.brought = 0  # tokens of the output that it had at its present admission
+        self.cached_tokens = self.draft_tokens = self.accepted_tokens = 0
         self.readmitted = False  # its batch was lost once
         self.passed = 0  # later requests that were admitted before it
         self.alone = False  # was refused in company: goes by itself, so that only the guilty one fails
@@ -52,6 +53,11 @@ class Entry:
     def ended(self) -> bool:
         return self.stream.done
 
+    @property
+    def begun(self) -> bool:
+        """It has had a token since its present admission, or has ended."""
+        return len(self.output) > self.brought or self.stream.done
+
     def end(self, reason: FinishReason, now: float) -> End:
         """What the terminal event says. `now`: time.perf_counter()."""
         admitted = self.admitted if self.admitted is not None else now
@@ -59,7 +65,7 @@ class Entry:
             finish_reason=reason, text=self.text.text, generated_tokens=len(self.output),
             input_length=len(self.request.prompt), seed=self.request.sampling.seed, cached_tokens=self.cached_tokens,
             queue_seconds=admitted - self.submitted, inference_seconds=now - admitted,
-            stop_string=self.text.stop_string,
+            stop_string=self.text.stop_string, draft_tokens=self.draft_tokens, accepted_tokens=self.accepted_tokens,
         )
 
     def to_wire(self) -> pb.Request:

@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from headrace.v1 import generation_pb2 as pb
+
 DURATIONS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
 SIZES = tuple(float(n) for n in range(1, 1025))
 DRAFTS = tuple(float(n) for n in range(17))
 METHODS = ("prefill", "decode")
+GUESSES = ("lookup", "model")
 JOINING = ("backpressure", "wait_exceeded", "chunking")  # TGI's reasons; requests join a batch by chunks here
 FAILURES = (
     "overloaded", "validation", "incomplete", "generation", "dropped", "template", "unhealthy", "rate_limited", "timeout",
@@ -82,7 +85,8 @@ class Metrics:
         self.skipped_tokens = Histogram(DRAFTS)
         self.prefix_cache_queried_tokens = 0
         self.prefix_cache_hit_tokens = 0
-        self.draft_tokens = self.accepted_draft_tokens = 0
+        self._draft_tokens = dict.fromkeys(GUESSES, 0)
+        self._accepted_draft_tokens = dict.fromkeys(GUESSES, 0)
         self.batch_next_size = Histogram(SIZES)
         self.batch_inference_count = dict.fromkeys(METHODS, 0)
         self.batch_inference_success = dict.fromkeys(METHODS, 0)
@@ -101,6 +105,15 @@ class Metrics:
     def late(self, tenant: str, workload: str, stage: str) -> None:
         """A request's deadline has passed while it was waiting or running, or could not be met any more ("hopeless")."""
         self._late[tenant, workload, stage] += 1
+
+    def drafted(self, timings: pb.Timings) -> None:
+        """A step's draft tokens, looked up or of the draft model."""
+        for counts, all_kinds, model in (
+            (self._draft_tokens, timings.draft_tokens, timings.model_draft_tokens),
+            (self._accepted_draft_tokens, timings.accepted_tokens, timings.model_accepted_tokens),
+        ):
+            counts["lookup"] += all_kinds - model
+            counts["model"] += model
 
     def used(self, tenant: str, prompt_tokens: int, generated_tokens: int) -> None:
         """A request has left that produced something."""
@@ -159,8 +172,8 @@ class Metrics:
             "headrace_prefix_cache_hit_tokens", "counter", "Prompt tokens that needed no forward pass",
             self.prefix_cache_hit_tokens,
         )
-        plain("headrace_draft_tokens", "counter", "Draft tokens computed", self.draft_tokens)
-        plain("headrace_accepted_draft_tokens", "counter", "Draft tokens that were right", self.accepted_draft_tokens)
+        labelled("headrace_draft_tokens", "kind", "Draft tokens computed", self._draft_tokens)
+        labelled("headrace_accepted_draft_tokens", "kind", "Draft tokens that were right", self._accepted_draft_tokens)
         histogram("tgi_batch_next_size", "Requests admitted at once", self.batch_next_size)
         labelled("tgi_batch_inference_count", "method", "Calls to the shard", self.batch_inference_count)
         labelled("tgi_batch_inference_success", "method", "Calls that ended well", self.batch_inference_success)

@@ -12,10 +12,11 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+from headrace_router.pace import Drain
 from headrace_router.tenants import Tenant
 
 PATIENCE = {"chat": 0.0, "agent": 2.0, "document": 30.0}  # seconds by which a class lets others go before it
@@ -56,6 +57,7 @@ class RequestQueue(Generic[W]):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lines: dict[str, dict[str, Line[W]]] = {name: {} for name in PATIENCE}  # by class and tenant
+        self._drains = {name: Drain() for name in PATIENCE}
         self._head: Line[W] = deque()  # by arrival
         self._length = 0
         self._tokens = 0
@@ -71,13 +73,17 @@ class RequestQueue(Generic[W]):
         """What those that wait may take."""
         return self._tokens
 
-    def ahead(self, workload: str) -> int:
-        """How many of those that wait are of this class or a more urgent one, or have had their turn already: about so
-        many go before a new request.
+    def wait(self, workload: str, tenant: Tenant) -> float:
+        """Seconds that a new request of the tenant and class will wait, if its class goes on leaving as it did.
+
+        Of other tenants as many go before it as their weights allow, and no more than are there.
         """
-        names = [name for name, patience in PATIENCE.items() if patience <= PATIENCE[workload]]
-        lines = [self._head, *(line for name in names for line in self._lines[name].values())]
-        return sum(not request.ended for line in lines for _, request in line)
+        lines = {name: sum(not request.ended for _, request in line) for name, line in self._lines[workload].items()}
+        weights = {line[0][1].tenant.name: line[0][1].tenant.weight for line in self._lines[workload].values() if line}
+        own = lines.pop(tenant.name, 0)
+        turn = (own + 1) / tenant.weight
+        ahead = own + sum(min(count, turn * weights.get(name, 0.0)) for name, count in lines.items())
+        return (ahead + len(self._head)) * self._drains[workload].gap
 
     def push(self, request: W) -> None:
         """Add a new request at the end of its tenant's line in its class."""
@@ -85,7 +91,10 @@ class RequestQueue(Generic[W]):
         if not any(name in others for others in self._lines.values()):
             # Who was away has not saved anything up.
             self._given[name] = max(self._given.get(name, 0.0), self._level)
-        lines.setdefault(name, deque()).append((self._clock(), request))
+        now = self._clock()
+        if not any(lines.values()):
+            self._drains[request.workload].begin(now)
+        lines.setdefault(name, deque()).append((now, request))
         self._length += 1
         self._tokens += request.cost
 
@@ -116,17 +125,23 @@ class RequestQueue(Generic[W]):
         name = request.tenant.name
         self._given[name] = self._given.get(name, 0.0) - (request.cost - used) / request.tenant.weight
 
-    def take(self, most: int, fits: Callable[[W], bool] = lambda request: True) -> list[W]:
-        """The next requests, at most that many, of those that fit; those that do not keep their places."""
+    def take(
+        self, most: int, fits: Callable[[W], bool] = lambda request: True, may: Callable[[str], bool] = lambda workload: True
+    ) -> list[W]:
+        """The next requests, at most that many, of those that fit; those that do not keep their places. `may`: can a new
+        request of this class be taken now? Asked again after each.
+        """
         taken: list[W] = []
+        new: Counter[str] = Counter()  # of these, by class, those that have their first turn
         aside: list[tuple[Line[W], float, W, int]] = []  # without room; with the number taken before
-        while len(taken) < most and len(aside) < LOOKAHEAD and (line := self._next()) is not None:
+        while len(taken) < most and len(aside) < LOOKAHEAD and (line := self._next(may)) is not None:
             since, request = line.popleft()
             if request.ended:
                 continue
             if fits(request):
                 taken.append(request)
                 if line is not self._head:
+                    new[request.workload] += 1
                     self._charge(request)
                 continue
             aside.append((line, since, request, len(taken)))
@@ -137,16 +152,18 @@ class RequestQueue(Generic[W]):
             line.appendleft((since, request))
         self._length -= len(taken)
         self._tokens -= sum(request.cost for request in taken)
-        for lines in self._lines.values():
+        for workload, lines in self._lines.items():
             for name in [name for name, line in lines.items() if not line]:
                 del lines[name]
+            if new[workload]:
+                self._drains[workload].left(new[workload], self._clock(), more=bool(lines))
         return taken
 
-    def _next(self) -> Line[W] | None:
+    def _next(self, may: Callable[[str], bool]) -> Line[W] | None:
         """Where the next request is the first."""
         if self._head:
             return self._head
-        waiting = [(lines, name) for name, lines in self._lines.items() if any(lines.values())]
+        waiting = [(lines, name) for name, lines in self._lines.items() if any(lines.values()) and may(name)]
         if not waiting:
             return None
         lines, _ = min(waiting, key=lambda w: PATIENCE[w[1]] + min(line[0][0] for line in w[0].values() if line))

@@ -16,6 +16,7 @@ from headrace_router.api.cors import Cors
 from headrace_router.app import make_app
 from headrace_router.batcher import Batcher
 from headrace_router.connection import Runner
+from headrace_router.door import Door
 from headrace_router.engine import Backend, Core
 from headrace_router.grammars import GrammarChecker
 from headrace_router.keys_file import KeysFile
@@ -109,9 +110,8 @@ class Router:
             shard.capacity.max_batch_total_tokens,
         )
         meters, forecast = Meters(), Forecast()
-        engine = Admission(
-            batcher, batcher, meters, metrics, tuned, forecast, lambda: self.service.retry_after(),
-        )
+        door = Door(tuned, batcher, forecast, lambda: self.service.retry_after())
+        engine = Admission(batcher, batcher, meters, metrics, door, forecast)
         self.service = Service(
             settings, limits, shard, self._text, engine, metrics, gauges, self._tenants, meters, Pace(), forecast,
             tokenizer_hash, self._grammars, network,

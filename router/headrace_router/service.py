@@ -150,7 +150,7 @@ class Ticket:
         metrics.generated_tokens.observe(end.generated_tokens)
         metrics.max_new_tokens.observe(request.max_new_tokens)
         metrics.input_length.observe(end.input_length)
-        self._service.forecast.ended(request.max_new_tokens, end.generated_tokens, end.inference_seconds)
+        self._service.forecast.ended(request.workload, request.max_new_tokens, end.generated_tokens, end.inference_seconds)
         with about(self._origin):  # a stream's end is found in the engine's own task
             log.info(
                 "request %d of %s, %s: %d prompt tokens, %d tokens, %s; validation %.1f ms, queue %.1f ms, inference %.1f ms",

@@ -28,11 +28,12 @@ class TokenStream:
         done: the terminal event has been written.
         cached_tokens, queue_seconds: from the first token on: of the prompt, and from submission to admission, if the engine
             tells that.
+        placed: time.perf_counter() at which it got a place; None: it waits for one.
     """
 
     __slots__ = (
         "_arrived", "_closed", "_error", "_on_cancel", "_on_close", "_tokens", "cached_tokens", "count", "done",
-        "queue_seconds",
+        "placed", "queue_seconds",
     )
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
@@ -45,6 +46,7 @@ class TokenStream:
         self.count = 0
         self.done = False
         self.cached_tokens, self.queue_seconds = 0, 0.0
+        self.placed: float | None = None
 
     def put(self, token: Token) -> None:
         """Write a token; one with an `end` is the terminal event."""

@@ -89,6 +89,8 @@ class End:
     queue_seconds: float  # from submit to admission
     inference_seconds: float  # from admission to this token
     stop_string: str | None = None  # that ended it
+    draft_tokens: int = 0  # guessed ones that were computed along, since the last admission
+    accepted_tokens: int = 0  # of these, the ones that were right
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ class RunningBatch:
         prompt: [slots] how many of the tokens are the prompt.
         table, held: [slots, max blocks] block numbers; [slots] how many of them are in use.
         cached, stored: [slots] prompt tokens that came from the prefix cache; full blocks that are known to it.
+        drafted, accepted: [slots] draft tokens computed so far; how many of them were right.
         order: [slots] admission number; the largest is the youngest.
         constraints: of the slots whose output is constrained by a grammar.
     """
@@ -33,6 +34,8 @@ class RunningBatch:
         self.computed = np.zeros(slots, dtype=np.int64)
         self.cached = np.zeros(slots, dtype=np.int64)
         self.stored = np.zeros(slots, dtype=np.int64)
+        self.drafted = np.zeros(slots, dtype=np.int64)
+        self.accepted = np.zeros(slots, dtype=np.int64)
         self.prompt = np.zeros(slots, dtype=np.int64)
         self.max_new = np.zeros(slots, dtype=np.int64)
         self.order = np.zeros(slots, dtype=np.int64)
@@ -58,6 +61,7 @@ class RunningBatch:
         self._admissions += 1
         self.tokens[slot, :count] = request.tokens
         self.held[slot] = self.computed[slot] = self.cached[slot] = self.stored[slot] = 0
+        self.drafted[slot] = self.accepted[slot] = 0
         self.known[slot], self.prompt[slot] = count, count - request.generated
         self.max_new[slot] = request.max_new
         self.order[slot], self.priority[slot] = self._admissions, request.priority
@@ -76,6 +80,10 @@ class RunningBatch:
         request = self.requests[slot]
         assert request is not None
         return request
+
+    def tokens_left(self, slot: int) -> int:
+        """How many more tokens the request's own limit allows."""
+        return int(self.max_new[slot] + self.prompt[slot] - self.known[slot])
 
     def blocks(self, slot: int) -> list[int]:
         """Block numbers that the slot holds."""

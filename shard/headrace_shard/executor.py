@@ -4,7 +4,7 @@ One step, in order:
 
 1. boundary: take in what clients asked for meanwhile (new calls, Filter, Clear, cancels), end the calls that are
    done, start the ones that waited, hand over the last step's results;
-2. plan: decode rows first, then prompt chunks (`scheduler`);
+2. plan: decode rows first, then prompt chunks (`scheduler`), or guesses of what follows (`speculation`);
 3. forward: one pass of the model over the flat batch of tokens;
 4. sample: one token for each row that is complete, unless its grammar is not ready;
 5. finish: append the tokens, see which requests have ended.
@@ -31,6 +31,7 @@ import torch
 from headrace._common.errors import HeadraceError, Unhealthy
 from headrace_shard.batch import RunningBatch
 from headrace_shard.calls import BatchTable, Call
+from headrace_shard.draft import Drafter, DraftModel
 from headrace_shard.grammar import steps as grammar_steps
 from headrace_shard.grammar.compiler import GrammarCompiler
 from headrace_shard.kv.blocks import BlockManager
@@ -75,8 +76,8 @@ class Executor:
     def __init__(
         self, runner: Runner, rows: RunningBatch, blocks: BlockManager, *, eos_ids: frozenset[int], vocab_size: int,
         max_step_tokens: int, batch_lease: float, deliver: Callable[[Delivery], None], step_deadline: float,
-        prefix_caching: bool = True, speculate: int = 0, grammars: GrammarCompiler | None = None,
-        passes: Passes | None = None,
+        prefix_caching: bool = True, speculate: int = 0, draft: DraftModel | None = None,
+        grammars: GrammarCompiler | None = None, passes: Passes | None = None,
     ) -> None:
         """`deliver` is called from the executor's thread; `step_deadline`: seconds after which a step counts as hung;
         `grammars`: None if no request is ever constrained.
@@ -87,7 +88,8 @@ class Executor:
             grammars.on_ready = self.wake
         self._prefix = PrefixCache(rows, blocks, prefix_caching)
         self._table = BatchTable(rows, blocks, self._prefix, batch_lease)
-        self._speculation = Speculation(rows, speculate)
+        drafter = Drafter(draft, rows, vocab_size, eos_ids, self._passes, self._sampling_row, grammars) if draft else None
+        self._speculation = Speculation(rows, speculate, drafter, grammars)
         self._scheduler = Scheduler(self._table, max_step_tokens, self._speculation)
         self._eos_ids = tuple(sorted(eos_ids))
         self._outcome = Outcome(self._table, self._eos_ids, vocab_size, grammars)
@@ -179,8 +181,10 @@ class Executor:
     def advance(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
         self._boundary()
+        self._busy_since = time.monotonic()  # the draft model runs while a step is planned
         plan = self._scheduler.plan()
         if plan is None:
+            self._busy_since = math.inf
             # Planning may have preempted requests; what that ends may let a waiting call start.
             return self._boundary()
         with self._busy():
@@ -244,11 +248,12 @@ class Executor:
         right = self._outcome.record(plan, choice)
         for slot, count in right.items():
             self._speculation.learn(slot, plan.drafted(slot), count)
+        guessed = self._speculation.guessed
         timings = Timings(
             sampled - begin, end - sampled, 0.0, plan.decode_tokens, plan.prefill_tokens, plan.draft_tokens,
-            sum(right.values()),
+            sum(right.values()), guessed.seconds, guessed.tokens, guessed.right,
         )
-        timings.total = time.perf_counter() - begin
+        timings.total = guessed.seconds + time.perf_counter() - begin
         self._scheduler.pace.learn(timings)
         for batch in self._table.at_work():
             if batch.call and batch.call.result:
@@ -278,7 +283,7 @@ class Executor:
         tokens, allowed = rows.tokens[slot], None
         if request.constraint is not None:
             ends = self._eos_ids if request.ignore_eos else ()
-            allowed, forbidden = request.constraint.allowed((*forbidden, *ends)), ()
+            allowed, forbidden = request.constraint.allowed((*forbidden, *ends), drafted), ()
         return Row(request.params, tokens[:prompt], tokens[prompt:known], known - prompt, forbidden, request.top_n, allowed)
 
     def _score_prompts(self, plan: Plan, logits: torch.Tensor) -> None:

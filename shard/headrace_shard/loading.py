@@ -16,6 +16,7 @@ from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
 from headrace_shard.backends import choose_backend
 from headrace_shard.backends.base import Backend
+from headrace_shard.draft import DraftModel
 from headrace_shard.kernels.build import BuildFailed
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.kv.capacity import Limits, free_memory, limits
@@ -28,7 +29,7 @@ from headrace_shard.sampling.passes import Passes
 from headrace_shard.settings import DTYPES, ShardSettings
 from headrace_shard.step import Chunk, StepInput
 from headrace_shard.weights import open_weights
-from headrace_shard.weights.precision import GROUP, precision_of
+from headrace_shard.weights.precision import GROUP, OWN, precision_of
 
 log = logging.getLogger(__name__)
 ROWS = 256  # requests that run at once, unless settings say otherwise
@@ -56,6 +57,7 @@ class Loaded:
     warmup_seconds: float
     slowest_step: float
     step_deadline: float
+    draft: DraftModel | None
 
 
 def meet(settings: ShardSettings, rendezvous: str, device: torch.device, threads: int) -> Group:
@@ -89,7 +91,7 @@ def load(
     """
     device = torch.device("cuda", settings.rank) if torch.cuda.is_available() else torch.device("cpu")
     threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.num_shard)
-    check_shards(settings, folder)
+    check_shards(folder, settings.num_shard)
     group = meet(settings, rendezvous, device, threads)
     weights = open_weights(folder)
     backend = choose_backend(precision_of(settings.dtype, settings.quantize), device, group, threads)
@@ -100,19 +102,57 @@ def load(
             if settings.quantize:
                 check_quantized(settings.quantize, backend, folder)
             rows = settings.max_batch_size or ROWS
-            found = agree(group, _limits(settings, folder, model, backend, device, rows))
+            draft = load_draft(settings, device, threads)
+            found = agree(group, _limits(settings, folder, model, backend, device, rows, draft))
             backend.allocate_kv(model.layers, found.blocks, model.attention)
+            if draft is not None:
+                draft.backend.allocate_kv(draft.model.layers, found.draft_blocks, draft.model.attention)
         except (RuntimeError, MemoryError) as error:  # torch's and numpy's own
             raise StartupError(f"rank {settings.rank} cannot load {folder.path}: {first_line(error)}") from error
         roofline = measure(backend, group)
         start = time.perf_counter()
-        slowest = _warm_up(model)
+        slowest = _warm_up(model) + (_warm_up(draft.model) if draft else 0.0)
         deadline = group.limit(max(STEP_DEADLINE, STEP_DEADLINE_FACTOR * slowest))
     dtype, quantization = described(backend)
     return Loaded(
         model, backend.passes, group, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type],
         settings.dtype or dtype, quantization, device.type, roofline, time.perf_counter() - start, slowest, deadline,
+        DraftModel(draft.model, draft.window, found.draft_blocks) if draft else None,
     )
+
+
+@dataclass(frozen=True)
+class LoadedDraft:
+    """The draft model, before there is a KV cache for it. `window`: its longest sequence, in tokens."""
+
+    model: Model
+    backend: Backend
+    window: int
+
+
+def load_draft(settings: ShardSettings, device: torch.device, threads: int) -> LoadedDraft | None:
+    """The draft model, its weights as its files have them: whole, on the leading rank alone.
+
+    Raises:
+        StartupError: it cannot be served.
+    """
+    if not settings.draft_model_folder or not settings.drafts or settings.rank:
+        return None
+    folder = ModelFolder.open(settings.draft_model_folder)
+    check_shards(folder, 1)
+    weights = open_weights(folder)
+    backend = choose_backend(OWN, device, Alone(), threads)
+    model = load_model(folder, weights, backend)
+    weights.release()
+    held = " + ".join(name for name, _ in backend.packed.most_common())
+    log.info("draft model: weights %s, %.0f MB a pass", held, backend.packed.total() / 1e6)
+    return LoadedDraft(model, backend, folder.max_positions or UNBOUNDED)
+
+
+def _token_bytes(model: Model, backend: Backend) -> int:
+    """Bytes of K and V of one token over all layers."""
+    shape = model.attention
+    return 2 * model.layers * shape.kv_heads * shape.head_dim * backend.kv_dtype(shape).itemsize
 
 
 def described(backend: Backend) -> tuple[str, str]:
@@ -136,30 +176,30 @@ def check_quantized(wanted: str, backend: Backend, folder: ModelFolder) -> None:
         log.warning("--quantize %s changes nothing: the weights are %s already", wanted, held)
 
 
-def check_shards(settings: ShardSettings, folder: ModelFolder) -> None:
+def check_shards(folder: ModelFolder, world_size: int) -> None:
     """Refuse a number of ranks that the model cannot be cut into, before they wait for each other.
 
     Raises:
         StartupError: names both numbers.
     """
-    family_of(folder).check_partition(folder.text_config, settings.num_shard)
+    family_of(folder).check_partition(folder.text_config, world_size)
 
 
 def _limits(
-    settings: ShardSettings, folder: ModelFolder, model: Model, backend: Backend, device: torch.device, rows: int
+    settings: ShardSettings, folder: ModelFolder, model: Model, backend: Backend, device: torch.device, rows: int,
+    draft: LoadedDraft | None,
 ) -> Limits:
-    shape = model.attention
-    token_bytes = 2 * model.layers * shape.kv_heads * shape.head_dim * backend.kv_dtype(shape).itemsize
     # The ranks of a CPU group share one memory, which each of them sees whole.
     free = free_memory() // settings.num_shard if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    return limits(settings, folder.max_positions or UNBOUNDED, token_bytes, free, rows)
+    drafts = _token_bytes(draft.model, draft.backend) if draft else 0
+    return limits(settings, folder.max_positions or UNBOUNDED, _token_bytes(model, backend), free, rows, drafts)
 
 
 def agree(group: Group, found: Limits) -> Limits:
     """Rank 0's limits, which hold for all: it has the largest part of the KV heads."""
     values = torch.tensor([found.max_input_tokens, found.max_total_tokens, found.blocks])
     longest, total, blocks = group.broadcast(values).tolist()
-    return Limits(longest, total, blocks, found.explanation)
+    return Limits(longest, total, blocks, found.explanation, found.draft_blocks)
 
 
 def _warm_up(model: Model) -> float:

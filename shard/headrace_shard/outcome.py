@@ -36,9 +36,11 @@ class Outcome:
             Slots that had draft tokens, and how many of them were right.
         """
         rows, table = self._rows, self._table
+        known = {slot: int(rows.known[slot]) for slot in rows.constraints}
         rows.computed[plan.slots] += plan.counts
         self._store(np.setdiff1d(plan.slots, plan.sampled[choice.failed]))
         right = dict.fromkeys(plan.sampled[plan.rounds == 1].tolist(), 0)
+        np.add.at(rows.drafted, plan.sampled[plan.rounds > 0], 1)
         at = np.nonzero(plan.rounds == 0)[0]
         going = self._append(plan, choice, at)
         while right and len(at):
@@ -50,6 +52,7 @@ class Outcome:
             for slot in slots.tolist():
                 right[slot] += 1
             rows.computed[slots] += 1
+            rows.accepted[slots] += 1
             self._store(slots[~choice.failed[at]])
             going = self._append(plan, choice, at)
         for batch in table.at_work():
@@ -57,7 +60,7 @@ class Outcome:
                 table.result_of(batch)
                 batch.call.steps += 1
         if rows.constraints and self._grammars is not None:
-            grammar_steps.advance(plan, choice.tokens.tolist(), rows, self._grammars)
+            grammar_steps.advance(known, rows, self._grammars)
         return right
 
     def fail(self, plan: Plan, message: str) -> None:
@@ -120,7 +123,7 @@ class Outcome:
         detail = Detail(
             request.id, reason, tokens=[token], seed=request.params.seed if request.params.sampled else 0,
             prompt_tokens=prompt, generated_tokens=generated, cached_tokens=int(rows.cached[slot]),
-            detokenizer=request.detokenizer,
+            draft_tokens=int(rows.drafted[slot]), accepted_tokens=int(rows.accepted[slot]), detokenizer=request.detokenizer,
         )
         if top is not None:
             detail.top.append(top)

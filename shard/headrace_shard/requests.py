@@ -60,6 +60,8 @@ class Detail:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of the draft tokens
     detokenizer: Detokenizer | None = None
 
 
@@ -74,6 +76,9 @@ class Timings:
     prefill_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of the draft tokens
+    draft: float = 0.0  # seconds of guessing, within `total`
+    model_draft_tokens: int = 0  # of the draft tokens, those that the draft model guessed
+    model_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -103,5 +108,6 @@ class StepResult:
             return
         earlier.finish_reason, earlier.message = detail.finish_reason, detail.message
         earlier.generated_tokens = detail.generated_tokens
+        earlier.accepted_tokens = detail.accepted_tokens
         earlier.tokens += detail.tokens
         earlier.top += detail.top

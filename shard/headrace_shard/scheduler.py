@@ -13,6 +13,8 @@ from headrace_shard.pace import Pace
 from headrace_shard.speculation import Speculation
 from headrace_shard.step import Chunk, Ints, StepInput
 
+OLDEST = 4  # a part so large of a step's prompt tokens is for the prompt that has been there longest, whatever its priority
+
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
@@ -62,6 +64,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None if no row can run. Rows that had to go for lack of KV blocks are preempted."""
+        self._speculation.begin()
         working = self._table.at_work()
         ready = [b for b in working if b.call and not b.call.blocked]
         active = [slot for batch in ready for slot in batch.slots.values()]
@@ -82,14 +85,7 @@ class Scheduler:
 
     def _drafts(self, decode: Ints) -> dict[int, int]:
         """How many draft tokens which slots have; they never cost another row its place."""
-        drafts: dict[int, int] = {}
-        room = self._max_step_tokens - len(decode)
-        for slot in decode.tolist() if self._speculation.most else ():
-            count = min(room, self._speculation.propose(slot, len(decode), self.pace))
-            if count > 0 and self._grow(slot, int(self._rows.known[slot]) + count):
-                drafts[slot] = count
-                room -= count
-        return drafts
+        return self._speculation.propose(decode, self._max_step_tokens - len(decode), self._grow, self.pace)
 
     def _budget(self, ready: list[Batch], decode_rows: int) -> int:
         """Prompt tokens of this step: the smallest limit of the calls at work."""
@@ -115,18 +111,24 @@ class Scheduler:
         return decode[rows.computed[decode] < rows.held[decode].astype(np.int64) * BLOCK_SIZE]
 
     def _chunks(self, prompts: list[int], budget: int, working: list[Batch], starving: bool) -> list[tuple[int, int]]:
-        """(slot, tokens) of each prompt that moves in this step. `starving`: nothing else would run."""
+        """(slot, tokens) of each prompt that moves in this step, the most urgent first, but a part is kept for the
+        oldest. `starving`: nothing else would run.
+        """
         rows, chunks = self._rows, []
         coming: set[bytes] = set()  # keys of the blocks that this step computes
+        oldest = min(prompts, key=lambda slot: int(rows.order[slot]), default=-1)
+        kept = budget // OLDEST
         for slot in prompts:
-            if rows.requests[slot] is None or budget <= 0:
+            if slot == oldest:
+                kept = 0
+            if rows.requests[slot] is None or budget <= kept:
                 continue
             if self._prefix.extend(slot) in coming:
                 continue  # in the next step this block is there
             while rows.requests[slot] is not None:
                 start = int(rows.computed[slot])
                 room = (int(rows.held[slot]) + self._blocks.free) * BLOCK_SIZE - start
-                count = whole_blocks(start, int(rows.known[slot]) - start, min(budget, room))
+                count = whole_blocks(start, int(rows.known[slot]) - start, min(budget - kept, room))
                 if count > 0:
                     self._grow(slot, start + count)
                     coming.update(self._prefix.keys(slot, start, start + count))

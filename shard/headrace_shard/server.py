@@ -82,8 +82,8 @@ class LeadingRole:
             Leader(loaded.model, loaded.group), RunningBatch(loaded.rows, limits.max_total_tokens),
             BlockManager(limits.blocks), eos_ids=frozenset(folder.eos_token_ids), vocab_size=vocab,
             max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
-            step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching, speculate=settings.speculate,
-            grammars=grammars, passes=loaded.passes,
+            step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching, speculate=settings.drafts,
+            draft=loaded.draft, grammars=grammars, passes=loaded.passes,
         )
         admitted = RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab)
         watermark = Watermark(settings.watermark_gamma, settings.watermark_delta)

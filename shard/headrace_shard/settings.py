@@ -9,6 +9,7 @@ from headrace._common.options import option
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "q4")
+DRAFTS = 4  # draft tokens of a request and step where there is a draft model
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,24 @@ class ShardSettings:
     )
     max_batch_size: int | None = option(None, "requests that run at once; 256 if not given", minimum=1)
     prefix_caching: bool = option(True, "let requests that begin alike share what was computed", env="PREFIX_CACHING")
-    speculate: int = option(0, "draft tokens of a request and step, guessed from its own text; 0: none", minimum=0)
+    speculate: int | None = option(
+        None, "draft tokens of a request and step, guessed from its own text or by a draft model; 0, or 4 with such a model, "
+        "if not given", minimum=0,
+    )
+    draft_model_folder: str = option("", "folder of a smaller model with the same vocabulary, whose guesses count", env=None)
     batch_lease: float = option(60.0, "seconds until a batch without a call is freed", env="HEADRACE_BATCH_LEASE", minimum=0)
     threads: int | None = option(None, "CPU threads of a shard; all cores if not given", env="HEADRACE_THREADS", minimum=1)
     watermark_gamma: float = option(0.5, "share of the vocabulary on the green list of a watermark", minimum=0)
     watermark_delta: float = option(2.0, "what a watermark adds to the logits of green tokens", minimum=0)
     log_level: str = option("info", "least level that is logged", choices=LEVELS)
     json_output: bool = option(False, "log JSON lines")
+
+    @property
+    def drafts(self) -> int:
+        """Draft tokens of a request and step."""
+        if self.speculate is None:
+            return DRAFTS if self.draft_model_folder else 0
+        return self.speculate
 
 
 def conflict(dtype: str, quantize: str) -> str:

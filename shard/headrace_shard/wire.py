@@ -180,7 +180,8 @@ def step_message(result: rq.StepResult) -> pb.Step:
             forward_us=int(timings.forward * 1e6), sample_us=int(timings.sample * 1e6),
             total_us=int(timings.total * 1e6),
             decode_tokens=timings.decode_tokens, prefill_tokens=timings.prefill_tokens,
-            draft_tokens=timings.draft_tokens, accepted_tokens=timings.accepted_tokens,
+            draft_tokens=timings.draft_tokens, accepted_tokens=timings.accepted_tokens, draft_us=int(timings.draft * 1e6),
+            model_draft_tokens=timings.model_draft_tokens, model_accepted_tokens=timings.model_accepted_tokens,
         ),
     )
     message.intermediates.request_id.extend(result.request_ids)
@@ -196,7 +197,7 @@ def _add_detail(step: pb.Step, detail: rq.Detail) -> None:
         request_id=detail.request_id, is_end=detail.finish_reason != rq.UNFINISHED,
         finish_reason=detail.finish_reason, message=detail.message, seed=detail.seed,
         prompt_tokens=detail.prompt_tokens, generated_tokens=detail.generated_tokens,
-        cached_tokens=detail.cached_tokens,
+        cached_tokens=detail.cached_tokens, draft_tokens=detail.draft_tokens, accepted_tokens=detail.accepted_tokens,
     )
     if detail.detokenizer:
         text = "".join(detail.detokenizer.push(token) for token in detail.tokens)

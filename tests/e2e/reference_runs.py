@@ -11,8 +11,10 @@ Rows = list[dict[str, Any]]
 TIE = 1e-3  # logits this close may change places by rounding
 
 
-def answers(process: ShardProcess, rows: Rows, max_step_tokens: int = 0) -> list[list[int]]:
-    """Output ids of the prompts, run as one batch."""
+def answers(
+    process: ShardProcess, rows: Rows, max_step_tokens: int = 0, timings: list[pb.Timings] | None = None
+) -> list[list[int]]:
+    """Output ids of the prompts, run as one batch; `timings` of the steps are appended."""
     requests = [
         pb.Request(
             id=i + 1, token_ids=pb.TokenIds(ids=row["input_ids"]),
@@ -33,6 +35,8 @@ def answers(process: ShardProcess, rows: Rows, max_step_tokens: int = 0) -> list
         for step in stream:
             batch = step.batch_id
             columns = step.intermediates
+            if timings is not None:
+                timings.append(step.timings)
             for number, token in zip(columns.request_id, columns.token_id, strict=True):
                 got[number - 1].append(token)
     return got

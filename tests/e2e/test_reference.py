@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from headrace.v1 import generation_pb2 as pb
 from tests.e2e.reference_runs import TIE, Rows, answers, check
 from tests.processes import ShardProcess
 
@@ -31,6 +32,14 @@ def test_three_alone(process: ShardProcess, reference: Rows, number: int) -> Non
 def test_three_in_small_chunks(process: ShardProcess, reference: Rows) -> None:
     rows = [reference[i] for i in (1, 11, 15)]
     check(rows, answers(process, rows, max_step_tokens=7))
+
+
+def test_with_its_own_4_bits_as_draft(shard: Callable[..., ShardProcess], embedded_model: Path, reference: Rows) -> None:
+    process = shard(embedded_model, "--dtype", "float32", "--draft-model-folder", str(embedded_model))
+    timings: list[pb.Timings] = []
+    for row in (reference[0], reference[7]):
+        check([row], answers(process, [row], timings=timings))
+    assert sum(t.model_accepted_tokens for t in timings) > 0.5 * sum(t.model_draft_tokens for t in timings) > 10
 
 
 def test_the_stored_reference_is_what_transformers_says(embedded_model: Path, reference: Rows) -> None:

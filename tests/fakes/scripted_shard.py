@@ -24,6 +24,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_pb2_grpc
 
 LOGPROB = -0.5
+LOWEST, TOKENS, STRIDE = 40, 50, 7  # of the default script
 Script = Callable[[pb.Request, int], int]  # (request, index of the output token) -> token id
 
 
@@ -31,7 +32,7 @@ def cycle(request: pb.Request, index: int) -> int:
     """The default script: printable single-byte tokens that depend on the prompt and go on for ever."""
     ids = request.token_ids.ids
     prompt = sum(ids[: len(ids) - request.generated])
-    return 40 + (prompt + index * 7) % 50
+    return LOWEST + (prompt + index * STRIDE) % TOKENS
 
 
 @dataclass
@@ -42,6 +43,14 @@ class Row:
     generated: int
     prompt_steps: int  # forward passes until its first token
     begun: bool = False
+    plain: bool = False  # it has begun, and none of its tokens but the last has a detail
+    id: int = field(init=False)
+    most: int = field(init=False)
+    first: int = field(init=False)  # the output token of index 0, in the default script
+
+    def __post_init__(self) -> None:
+        self.id, self.most = self.request.id, self.request.stopping.max_new_tokens
+        self.first = cycle(self.request, 0) - LOWEST
 
 
 @dataclass(eq=False)
@@ -69,8 +78,12 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
     def __init__(
         self, *, script: Script = cycle, step_seconds: float = 0.001, vocab_size: int = 400, eos_id: int = 2,
         max_total_tokens: int = 1024, max_batch_size: int = 256, chunk: int = 1 << 30, tokens_per_step: int = 1,
+        in_columns: bool = False,
     ) -> None:
-        """`chunk`: prompt tokens of a row that one step takes; `tokens_per_step`: of each row, as speculation gives them."""
+        """`chunk`: prompt tokens of a row that one step takes; `tokens_per_step`: of each row, as speculation gives them;
+        `in_columns`: rows of the default script that cannot end in a step have their tokens made all at once.
+        """
+        self.in_columns = in_columns
         self.tokens_per_step = tokens_per_step
         self.script, self.step_seconds, self.vocab_size, self.eos_id = script, step_seconds, vocab_size, eos_id
         self.max_total_tokens, self.max_batch_size, self.chunk = max_total_tokens, max_batch_size, chunk
@@ -78,6 +91,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         self.poison: int | None = None  # a prompt with this token id is refused
         self.healthy = True
         self.cached_tokens = 0  # of every prompt, as it tells with the first token
+        self.guesses = 0, 0  # draft tokens that each request tells of, and how many of them were right
         self.features = ["prompt_logprobs", "grammar"]
         self.batches: dict[int, Batch] = {}
         self.prefills: list[pb.PrefillRequest] = []  # everything that was asked for, in order
@@ -234,7 +248,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
             call.waits_for.add(request.id)
         call.requests = []
         step = pb.Step(batch_id=batch.id, step=self.step)
-        for row in list(batch.rows.values()):
+        for row in self._advance_plain(batch, step):
             for _ in range(self.tokens_per_step):
                 if row.request.id in batch.rows:
                     self._advance(batch, row, step)
@@ -255,6 +269,20 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
         call.steps.put_nowait(step)
         if not batch.rows and not any(c.requests for c in batch.calls):
             self._free_if_empty(batch)
+
+    def _advance_plain(self, batch: Batch, step: pb.Step) -> list[Row]:
+        """One token of each row that cannot end with it, column by column; returns the other rows."""
+        if not self.in_columns or self.script is not cycle or self.tokens_per_step > 1:
+            return list(batch.rows.values())
+        rest = [row for row in batch.rows.values() if not row.plain or row.generated + 1 >= row.most]
+        rows = [row for row in batch.rows.values() if row.plain and row.generated + 1 < row.most]
+        columns = step.intermediates
+        columns.request_id.extend([row.id for row in rows])
+        columns.token_id.extend([LOWEST + (row.first + row.generated * STRIDE) % TOKENS for row in rows])
+        columns.logprob.extend([LOGPROB] * len(rows))
+        for row in rows:
+            row.generated += 1
+        return rest
 
     def _advance(self, batch: Batch, row: Row, step: pb.Step) -> None:
         request = row.request
@@ -280,6 +308,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
                 request_id=request.id, is_end=bool(reason), finish_reason=reason, seed=request.sampling.seed,
                 cached_tokens=cached,
                 prompt_tokens=len(request.token_ids.ids) - request.generated, generated_tokens=row.generated,
+                draft_tokens=self.guesses[0], accepted_tokens=self.guesses[1],
             )
             if count := request.want.top_n_tokens:
                 top = [token_id, *(i for i in range(40, 41 + count) if i != token_id)][:count]
@@ -293,6 +322,7 @@ class ScriptedShard(generation_pb2_grpc.GenerationServicer):
                     for _ in ids[1:]:
                         detail.prompt_logprobs.top.add(token_id=range(50, 50 + most), logprob=[-0.1] * most)
         row.begun = True
+        row.plain = not request.HasField("want") and not request.stopping.stop_token_ids and self.eos_id < LOWEST
         if reason:
             del batch.rows[request.id]
 
@@ -324,5 +354,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     asyncio.run(_main(
         arguments.target, step_seconds=arguments.step_ms / 1000, tokens_per_step=arguments.tokens_per_step,
-        max_batch_size=arguments.max_batch_size,
+        max_batch_size=arguments.max_batch_size, in_columns=True,
     ))

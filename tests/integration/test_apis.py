@@ -77,6 +77,15 @@ async def test_choices_differ_in_their_seeds(server: Running, path: str) -> None
     assert stream.done == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_usage_tells_of_guessed_tokens(server: Running, path: str) -> None:
+    body = {"max_tokens": 4, "n": 2, **(CHAT if "chat" in path else {"prompt": "hello"})}
+    assert "completion_tokens_details" not in (await server.post(path, body)).json["usage"]
+    server.shard.guesses = 5, 3
+    details = (await server.post(path, body)).json["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 4}
+
+
 async def test_prompts_without_a_seed_draw_one_each(server: Running) -> None:
     await server.post("/v1/completions", {"prompt": ["hello", "hello"], "max_tokens": 1})
     assert len({request.sampling.seed for request in sent(server)}) == 2

@@ -69,6 +69,26 @@ async def test_a_trace(url: str, tmp_path: Path) -> None:
     assert (point["label"], point["output_tokens"]) == ("trace", 2 + 3 + 4 + 5)
 
 
+async def test_the_capacity_is_found_and_more_is_survived(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_text_model(tmp_path)
+    out = tmp_path / "out.json"
+    slow = ScriptedShard(step_seconds=0.005, max_batch_size=2)  # two requests in about 0.03 s
+    async with running(tmp_path, slow, api_key="own") as server:
+        argv = ("--url", server.url, "--api", "completions", "--api-key", "own", "--target", "ttft=1000", "--output", str(out))
+        size = ("--workload", "chat", "--workload", "document", "--input-len", "8", "--output-len", "5", "--seconds", "0.4")
+        assert await bench("--find-capacity", *argv, *size, "--rate", "40", "--deadline", "3") == 0
+    result = json.loads(out.read_text("utf-8"))
+    assert result["capacity"] > 0
+    assert all(point["by_workload"] for point in result["points"])
+    above = result["points"][-1]
+    assert above["requests"] == max(round(3 * result["capacity"] * 0.4), 20)  # whether they were served or not
+    assert set(above["by_workload"]) == {"chat", "document"}
+    shown = capsys.readouterr().out
+    assert "capacity:" in shown
+    assert "at 3 times that" in shown
+    assert await bench("--find-capacity", "--concurrency", "2") == 2
+
+
 async def test_failures_are_counted_and_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--url", url, "--api", "tgi", "--requests", "2", "--warmup", "0", "--input-len", "5")
     assert await bench(*argv, "--output-len", "100000") == 1

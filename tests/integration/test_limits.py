@@ -272,7 +272,7 @@ async def test_the_queue_is_bounded_by_tokens(start: Start) -> None:
 async def test_work_that_cannot_be_in_time_is_turned_away(start: Start) -> None:
     async with start(ScriptedShard(step_seconds=SLOW), max_batch_size=1) as server:
         for _ in range(ENOUGH):
-            server.router.service.forecast.ended(100, 100, 1.0)
+            server.router.service.forecast.ended("chat", 100, 100, 1.0)
         timeout = {"X-Request-Timeout-Ms": "500"}
         assert (await server.post("/generate", body(20), **timeout)).status == 200
         stream = await server.start_stream(tokens=900)

@@ -653,6 +653,16 @@ async def test_only_the_guilty_request_fails(start: Start) -> None:
         await server.settled()
 
 
+async def test_a_scripted_step_is_the_same_row_by_row_and_in_columns(start: Start) -> None:
+    texts = []
+    for in_columns in (False, True):
+        async with start(ScriptedShard(in_columns=in_columns)) as server:
+            replies = await asyncio.gather(*(server.generate(str(n), 3 + 5 * n) for n in range(5)))
+            texts.append([reply.json["generated_text"] for reply in replies])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 5
+
+
 async def test_one_error_of_the_shard_ends_one_request(start: Start) -> None:
     class Failing(ScriptedShard):
         def _advance(self, batch: Any, row: Any, step: pb.Step) -> None:

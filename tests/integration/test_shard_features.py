@@ -1,4 +1,5 @@
-"""Real shard processes with prefix cache, speculation and a small KV pool, two by two: the texts of a plain one.
+"""Real shard processes with prefix cache, speculation and a small KV pool, two by two, and two ranks with all of these and
+a draft model: the texts of a plain one.
 
 A client that resumes what was preempted stands where the router does.
 """
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 
 from headrace._common.intermediate import read_step
 from headrace.v1 import generation_pb2 as pb
-from tests.processes import ShardProcess
+from tests.processes import ShardGroup, ShardProcess
 
 OFF = ("--max-step-tokens", "48", "--max-batch-size", "8", "--max-total-tokens", "256")
 PLAIN = ("--no-prefix-caching",)
@@ -44,7 +45,7 @@ class Client:
         self.process, self.tokenizer = process, tokenizer
         self.got: dict[int, list[int]] = {}
         self.preempted: set[int] = set()
-        self.drafted = 0
+        self.drafted = self.of_model = 0
 
     def run(self, *numbers: int) -> dict[int, list[int]]:
         self.got = {number: [] for number in numbers}
@@ -81,6 +82,7 @@ class Client:
                     ended.add(detail.request_id)
             self.preempted |= set(step.preempted)
             self.drafted += step.timings.draft_tokens
+            self.of_model += step.timings.model_accepted_tokens
         last: pb.Step = step
         return last
 
@@ -119,6 +121,17 @@ def test_pairs(
     last = list(process.stub.Prefill(pb.PrefillRequest(requests=[probe()]), timeout=60))[-1]
     assert last.cache.free_blocks == last.cache.blocks
     assert bool(last.cache.hit_tokens) == ("cache" in pair)
+
+
+def test_two_ranks_with_a_draft_model(
+    shard_group: Callable[..., ShardGroup], tiny_model: Path, tokenizer: Tokenizer, alone: dict[int, list[int]]
+) -> None:
+    """The model is its own draft, which the leading rank runs whole: most guesses are right, as long as they are made."""
+    group = shard_group(tiny_model, 2, *OFF, *SMALL, *SPECULATE, "--draft-model-folder", str(tiny_model))
+    client = Client(group.ranks[0], tokenizer)
+    assert client.run(*NUMBERS) == alone
+    assert client.preempted
+    assert client.of_model
 
 
 def probe() -> pb.Request:

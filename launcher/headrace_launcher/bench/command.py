@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from headrace_launcher.bench import compare, page, report
+from headrace_launcher.bench import capacity, compare, page, report
+from headrace_launcher.bench.capacity import Prober, Traffic, Trial
 from headrace_launcher.bench.events import Api
 from headrace_launcher.bench.load import Job, Load, Sent, arrivals, find_model, run_jobs
 from headrace_launcher.bench.workloads import WORKLOADS, draw_lengths, make_jobs, read_trace
@@ -38,6 +40,8 @@ class Plan:
     seed: int
     warmup: int
     targets: dict[str, float]
+    tenants: int = 1
+    deadline: float | None = None
 
     def loads(self, base: Load) -> list[tuple[str, Load, list[Job]]]:
         """(label, load, jobs) of each point. Prompts differ from point to point, so that no cache has seen them; what a
@@ -58,12 +62,9 @@ class Plan:
 
     def jobs(self, number: int, at: Sequence[float] | None = None) -> list[Job]:
         """The requests of one point."""
-        drawn = draw_lengths(self.mix, self.requests, self.seed, self.scale)
-        if self.input_len is not None:
-            drawn = [replace(lengths, shared=0, own=self.input_len) for lengths in drawn]
-        if self.output_len is not None:
-            drawn = [replace(lengths, output=self.output_len) for lengths in drawn]
-        return make_jobs(drawn, self.seed + number, at)
+        drawn = draw_lengths(self.mix, self.requests, self.seed, self.scale, self.input_len, self.output_len)
+        jobs = make_jobs(drawn, self.seed + number, at, self.tenants)
+        return [replace(job, deadline=self.deadline) for job in jobs]
 
 
 def parse_targets(given: Sequence[str]) -> dict[str, float]:
@@ -95,9 +96,10 @@ async def measure(plan: Plan, base: Load, progress: Progress) -> list[report.Poi
                 raise RuntimeError(f"the warm-up failed: {next(iter(errors))}")
         task = progress.add_task(label, total=len(jobs), running=0)
 
-        def watch(sent: list[Sent], task: Any = task) -> None:
+        def watch(sent: list[Sent], task: Any = task) -> bool:
             done = sum(one.ended > 0 for one in sent)
             progress.update(task, completed=done, running=sum(one.began > 0 for one in sent) - done)
+            return False
 
         outcome = await run_jobs(load, jobs, watch)
         progress.update(task, completed=len(jobs), running=0)
@@ -144,19 +146,57 @@ def run(
     setup = {
         "url": load.url, "api": load.api, "mix": list(plan.mix), "requests": plan.requests, "scale": plan.scale,
         "input_len": plan.input_len, "output_len": plan.output_len, "ignore_eos": load.ignore_eos,
-        "temperature": load.temperature, "seed": plan.seed, "trace": None if plan.trace is None else plan.trace.name,
-        "targets": targets,
+        "temperature": load.temperature, "seed": plan.seed, "deadline": plan.deadline,
+        "trace": None if plan.trace is None else plan.trace.name, "targets": targets,
     }
-    result = {"setup": setup, "points": points}
+    write({"setup": setup, "points": points}, output, html, svg)
+    return 0 if all(point["ok"] == point["requests"] for point in points) else 1
+
+
+def write(result: dict[str, Any], output: Path | None, html: Path | None, svg: Path | None) -> None:
+    """Write what is asked for: JSON, the page, the pictures."""
     if output is not None:
         output.write_text(json.dumps(result, indent=1), "utf-8")
     if html is not None:
         html.write_text(page.html(result), "utf-8")
     if svg is not None:
         svg.mkdir(parents=True, exist_ok=True)
-        for name, picture in page.pictures(points).items():
+        for name, picture in page.pictures(result["points"]).items():
             (svg / f"{name}.svg").write_text(picture, "utf-8")
-    return 0 if all(point["ok"] == point["requests"] for point in points) else 1
+
+
+def run_capacity(
+    traffic: Traffic, load: Load, first: float | None, overload: float,
+    output: Path | None, html: Path | None, svg: Path | None, *, model: str | None,
+) -> int:
+    """Find the capacity, send `overload` times as much (0: nothing more), print and write; the exit status."""
+    say = partial(click.echo, err=True)
+
+    async def all_of_it() -> tuple[float, list[Trial], report.Point | None]:
+        prober = Prober(replace(load, model=model or await find_model(load)), traffic, say)
+        rate, trials = await prober.find(first)
+        return rate, trials, await prober.overload(overload * rate) if overload else None
+
+    try:
+        rate, trials, above = asyncio.run(all_of_it())
+    except (RuntimeError, ValueError, OSError) as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
+    points = [trial.point for trial in trials if trial.point is not None] + ([above] if above is not None else [])
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(report.table(points))
+    wanted = ", ".join(f"{name} {most:g} ms" for name, most in traffic.targets.items())
+    console.print(f"capacity: {rate:.3g} requests/s ({wanted} kept by 99 %)")
+    if above is not None:
+        console.print(f"at {overload:g} times that: {above['goodput_per_s'] / rate:.0%} of it within the targets")
+        console.print(capacity.shares(above))
+    setup = {
+        "url": load.url, "api": load.api, "mix": list(traffic.mix), "scale": traffic.scale, "seconds": traffic.seconds,
+        "ignore_eos": load.ignore_eos, "temperature": load.temperature, "seed": traffic.seed, "targets": traffic.targets,
+        "deadline": traffic.deadline, "overload": overload,
+    }
+    write({"setup": setup, "capacity": rate, "points": points}, output, html, svg)
+    return 0
 
 
 def run_compare(first: Path, second: Path) -> int:

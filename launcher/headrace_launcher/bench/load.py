@@ -25,12 +25,18 @@ WATCH_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Job:
-    """One request. `at`: seconds after the start at which it arrives; None: when a place of the closed loop gets free."""
+    """One request. `at`: seconds after the start at which it arrives; None: when a place of the closed loop gets free.
+
+    `workload` (its class) and `deadline` (seconds from its start to its end) are sent along as headers, which other servers
+    do not look at. `tenant`: the number of its key among the load's.
+    """
 
     prompt: Prompt
     output_len: int
-    workload: str = ""  # its class; sent along, other servers do not look
+    workload: str = ""
     at: float | None = None
+    tenant: int = 0
+    deadline: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Load:
     temperature: float = 0.0  # 0 = greedy
     ignore_eos: bool = False
     model: str = "model"
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()  # of one tenant, or of several
     timeout: float = 600.0  # seconds for one request
     seed: int = 1  # of the arrival times
 
@@ -58,6 +64,7 @@ class Sent:
     ended: float = 0.0
     chunks: list[Chunk] = field(default_factory=list)
     error: str | None = None
+    whole: bool = False  # its stream was read to the end
 
 
 @dataclass(frozen=True)
@@ -124,17 +131,27 @@ def _need_text(prompt: Prompt) -> None:
         raise ValueError("only completions takes token ids")
 
 
-async def _send(session: aiohttp.ClientSession, url: str, job: Job, body: bytes, sent: Sent) -> None:
+def make_headers(load: Load, job: Job) -> dict[str, str]:
+    """What a request says of itself besides its body."""
+    headers = {"Authorization": f"Bearer {load.api_keys[job.tenant]}"} if load.api_keys else {}
+    if job.workload:
+        headers["X-Headrace-Class"] = job.workload
+    if job.deadline is not None:
+        headers["X-Request-Timeout-Ms"] = str(max(round(job.deadline * 1e3), 1))
+    return headers
+
+
+async def _send(session: aiohttp.ClientSession, url: str, headers: dict[str, str], body: bytes, sent: Sent) -> None:
     clock, add = time.perf_counter, sent.chunks.append
     sent.began = clock()
     try:
-        headers = {"X-Headrace-Class": job.workload} if job.workload else None
         async with session.post(url, data=body, headers=headers) as response:
             if response.status != 200:
                 sent.error = f"status {response.status}: {(await response.text())[:200]}"
                 return
             async for chunk in response.content.iter_any():
                 add((clock(), chunk))
+        sent.whole = True
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         sent.error = f"{type(error).__name__}: {error}"
     finally:
@@ -147,34 +164,33 @@ async def run(load: Load, prompts: Sequence[Prompt]) -> Outcome:
     return await run_jobs(load, [Job(p, load.output_len, at=at) for p, at in zip(prompts, times, strict=True)])
 
 
-async def run_jobs(load: Load, jobs: Sequence[Job], watch: Callable[[list[Sent]], None] | None = None) -> Outcome:
+async def run_jobs(load: Load, jobs: Sequence[Job], watch: Callable[[list[Sent]], bool] | None = None) -> Outcome:
     """Send the jobs and read every stream to its end. Failed requests are answers with an error. `watch` is shown the
-    state of affairs now and then.
+    state of affairs now and then; if it answers True, what has not ended by then is given up.
     """
     url = load.url.rstrip("/") + PATHS[load.api]
     bodies = [json.dumps(make_body(load, job.prompt, job.output_len)).encode() for job in jobs]
     sent = [Sent() for _ in jobs]
+    headers = [make_headers(load, job) for job in jobs]
     async with client(load) as session:
-        observer = asyncio.create_task(_watch(watch, sent)) if watch is not None else None
         began, cpu = time.perf_counter(), time.process_time()
 
         async def timed(i: int, at: float) -> None:
             await asyncio.sleep(began + at - time.perf_counter())
-            await _send(session, url, jobs[i], bodies[i], sent[i])
+            await _send(session, url, headers[i], bodies[i], sent[i])
 
         async def places(left: list[int]) -> None:
             while left:
                 i = left.pop()
-                await _send(session, url, jobs[i], bodies[i], sent[i])
+                await _send(session, url, headers[i], bodies[i], sent[i])
 
         loop = [i for i, job in enumerate(jobs) if job.at is None][::-1]
-        await asyncio.gather(
+        everything = asyncio.gather(
             *(timed(i, job.at) for i, job in enumerate(jobs) if job.at is not None),
             *(places(loop) for _ in range(min(load.concurrency, len(loop)))),
         )
+        await _watch(everything, watch, sent)
         wall, cpu = time.perf_counter() - began, time.process_time() - cpu
-        if observer is not None:
-            observer.cancel()
     answers = [Answer(error=s.error) if s.error else read_answer(load.api, s.chunks) for s in sent]
     return Outcome(wall, sent, answers, began, cpu)
 
@@ -183,8 +199,8 @@ async def run_jobs(load: Load, jobs: Sequence[Job], watch: Callable[[list[Sent]]
 async def client(load: Load) -> AsyncIterator[aiohttp.ClientSession]:
     """A session with the load's key and limits, and a connection for each request."""
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-    if load.api_key:
-        headers["Authorization"] = f"Bearer {load.api_key}"
+    if load.api_keys:
+        headers["Authorization"] = f"Bearer {load.api_keys[0]}"
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=load.timeout)
     async with aiohttp.ClientSession(
@@ -202,10 +218,17 @@ async def find_model(load: Load) -> str:
         return "model"
 
 
-async def _watch(watch: Callable[[list[Sent]], None], sent: list[Sent]) -> None:
-    while True:
-        watch(sent)
-        await asyncio.sleep(WATCH_SECONDS)
+async def _watch(everything: asyncio.Future[Any], watch: Callable[[list[Sent]], bool] | None, sent: list[Sent]) -> None:
+    """Wait for all requests, or until whoever watches gives them up."""
+    while watch is not None and not everything.done():
+        if watch(sent):
+            everything.cancel()
+            await asyncio.gather(everything, return_exceptions=True)
+            for one in sent:
+                one.error = one.error or (None if one.whole else "given up")
+            return
+        await asyncio.wait([everything], timeout=WATCH_SECONDS)
+    await everything
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:

@@ -32,7 +32,9 @@ def measure(job: Job, sent: Sent, answer: Answer, began: float) -> dict[str, Any
     TTFT is to the first text that is not empty; E2E to the end of the stream; TPOT is (E2E - TTFT) / (tokens - 1), None
     with less than two tokens.
     """
-    row: dict[str, Any] = {"workload": job.workload, "at": round(sent.began - began, 4), "error": answer.error}
+    row: dict[str, Any] = {
+        "workload": job.workload, "tenant": job.tenant, "at": round(sent.began - began, 4), "error": answer.error,
+    }
     if answer.error is not None:
         return row
     e2e = (sent.ended - sent.began) * 1e3
@@ -80,15 +82,21 @@ def point(load: Load, jobs: Sequence[Job], outcome: Outcome, label: str, targets
         "good": good, "goodput_per_s": round(good / wall, 3),
         **{f"{name}_ms": spread([row[name] for row in well if row[name] is not None]) for name in MEASURES},
         "itl_ms": spread([gap for _, gap in gaps]),
-        "by_workload": {name: _of_class(rows, name, targets) for name in dict.fromkeys(job.workload for job in jobs) if name},
+        "by_workload": {name: _part(rows, "workload", name, targets) for name in _values(jobs, "workload") if name},
+        "by_tenant": {name: _part(rows, "tenant", name, targets) for name in _values(jobs, "tenant")},
         "client_cpu_share": round(outcome.cpu / wall, 3), "rows": rows, "gaps": gaps[:: len(gaps) // MOST_GAPS + 1],
     }
 
 
-def _of_class(rows: Sequence[dict[str, Any]], name: str, targets: dict[str, float]) -> dict[str, Any]:
-    mine = [row for row in rows if row["workload"] == name]
+def _values(jobs: Sequence[Job], key: str) -> list[Any]:
+    return list(dict.fromkeys(getattr(job, key) for job in jobs))
+
+
+def _part(rows: Sequence[dict[str, Any]], key: str, value: Any, targets: dict[str, float]) -> dict[str, Any]:
+    mine = [row for row in rows if row[key] == value]
     return {
-        "requests": len(mine), "good": sum(is_good(row, targets) for row in mine),
+        "requests": len(mine), "ok": sum(row["error"] is None for row in mine),
+        "good": sum(is_good(row, targets) for row in mine),
         **{f"{m}_ms": spread([row[m] for row in mine if row.get(m) is not None]) for m in MEASURES},
     }
 

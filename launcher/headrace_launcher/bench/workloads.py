@@ -16,7 +16,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace_launcher.bench.load import Job
@@ -52,8 +52,12 @@ WORKLOADS = {
 }
 
 
-def draw_lengths(mix: Sequence[str], count: int, seed: int, scale: float = 1.0) -> list[Lengths]:
-    """So many requests, of the workloads of the mix in turn by chance. `scale` shortens or lengthens all of them."""
+def draw_lengths(
+    mix: Sequence[str], count: int, seed: int, scale: float = 1.0, input_len: int | None = None, output_len: int | None = None
+) -> list[Lengths]:
+    """So many requests, of the workloads of the mix in turn by chance. `scale` shortens or lengthens all of them, `input_len`
+    (then nothing is shared) and `output_len` are instead of what is drawn.
+    """
     draw, drawn = random.Random(seed), []
     for _ in range(count):
         name = draw.choice(mix)
@@ -61,6 +65,10 @@ def draw_lengths(mix: Sequence[str], count: int, seed: int, scale: float = 1.0) 
         own, output = _between(draw, kind.own), _between(draw, kind.output)
         sizes = [max(1, round(n * scale)) for n in (own, output)]
         drawn.append(Lengths(name, draw.randrange(kind.groups), round(kind.shared * scale), *sizes))
+    if input_len is not None:
+        drawn = [replace(lengths, shared=0, own=input_len) for lengths in drawn]
+    if output_len is not None:
+        drawn = [replace(lengths, output=output_len) for lengths in drawn]
     return drawn
 
 
@@ -75,11 +83,11 @@ def make_prompt(lengths: Lengths, seed: int) -> str:
     return shared + numbered_list(lengths.own, seed)
 
 
-def make_jobs(drawn: Sequence[Lengths], seed: int, at: Sequence[float] | None = None) -> list[Job]:
-    """The requests, with the seconds at which they arrive."""
+def make_jobs(drawn: Sequence[Lengths], seed: int, at: Sequence[float] | None = None, tenants: int = 1) -> list[Job]:
+    """The requests, with the seconds at which they arrive; the tenants take turns."""
     times = at if at is not None else [None] * len(drawn)
     return [
-        Job(make_prompt(lengths, seed * 1_000_003 + i), lengths.output, lengths.workload, time)
+        Job(make_prompt(lengths, seed * 1_000_003 + i), lengths.output, lengths.workload, time, i % tenants)
         for i, (lengths, time) in enumerate(zip(drawn, times, strict=True))
     ]
 

@@ -44,7 +44,9 @@ class ChatReplies(Replies):
         made = super().usage(ends)
         if self._reading.thinks:
             count = self._reasoning_tokens + sum(reader.reasoning_tokens for reader in self._readers.values())
-            made.completion_tokens_details = shapes.CompletionDetails(count)
+            if made.completion_tokens_details is UNSET:
+                made.completion_tokens_details = shapes.CompletionDetails()
+            made.completion_tokens_details.reasoning_tokens = count
         return made
 
     def _logprobs(self, tokens: list[Token]) -> shapes.ChatLogprobs | None:

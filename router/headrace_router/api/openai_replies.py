@@ -26,7 +26,13 @@ def usage(prepared: Prepared, ends: Sequence[End]) -> shapes.Usage:
     first = ends[:: prepared.best_of]
     prompt, cached = sum(end.input_length for end in first), sum(end.cached_tokens for end in first)
     completion = sum(end.generated_tokens for end in ends) if prepared.shown.output else 0
-    return shapes.Usage(prompt, completion, prompt + completion, shapes.PromptDetails(cached))
+    made = shapes.Usage(prompt, completion, prompt + completion, shapes.PromptDetails(cached))
+    guessed, right = sum(end.draft_tokens for end in ends), sum(end.accepted_tokens for end in ends)
+    if guessed:
+        made.completion_tokens_details = shapes.CompletionDetails(
+            accepted_prediction_tokens=right, rejected_prediction_tokens=guessed - right
+        )
+    return made
 
 
 def is_end_token(token: Token) -> bool:

@@ -165,7 +165,12 @@ class PromptDetails(Struct):
 
 
 class CompletionDetails(Struct):
-    reasoning_tokens: int
+    """`reasoning_tokens`: of a model whose thoughts are told from its answer. The others: tokens that were guessed ahead
+    (--speculate), and proved right or wrong; the shard does not tell them of an output that a stop string ends."""
+
+    reasoning_tokens: int | UnsetType = UNSET
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct):
@@ -175,7 +180,7 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails | UnsetType = UNSET  # of a model whose thoughts are told from its answer
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class TopLogprob(Struct):

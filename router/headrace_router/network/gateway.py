@@ -38,6 +38,7 @@ from headrace_router.network.probation import PROBES, make_probe, probe
 from headrace_router.network.session import Session
 from headrace_router.network.speed import Use
 from headrace_router.network.text_output import TextOutput, needs
+from headrace_router.tenants import Tenant
 from headrace_router.types import GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -190,9 +191,9 @@ class Gateway:
         """Tokens that the waiting requests may take."""
         return self.broker.waiting_tokens
 
-    def ahead(self, workload: str) -> int:
-        """Requests that certainly go before a new one: none, since flows share the queue by weight."""
-        return 0
+    def wait(self, workload: str, tenant: Tenant) -> float:
+        """Seconds that a new request will surely be in the queue: none, since flows share it by weight."""
+        return 0.0
 
     @property
     def backlog(self) -> int:

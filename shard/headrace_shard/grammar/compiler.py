@@ -21,10 +21,9 @@ from headrace_shard.sampling.bits import Bits
 
 TRIED = 512  # tokens that are tried for whether they end an output
 KEPT = 64  # grammars that are kept compiled
+PATIENCE = 0.010  # seconds that a step waits for masks after a forward pass
 MASK_THREADS = 4  # a slow mask holds up only its own row, as long as there are threads for the others
 log = logging.getLogger(__name__)
-
-_Move = tuple[Constraint, int, bool]  # its next token, and whether it gets only one more
 
 
 class GrammarCompiler:
@@ -35,11 +34,11 @@ class GrammarCompiler:
         self._tokens, self._vocab_size = tokens, vocab_size
         self._known: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
         self._compiling = ThreadPoolExecutor(1, "grammar", _yield_to_others, (10,))
-        self._moves: SimpleQueue[_Move | None] = SimpleQueue()  # a pool's futures cost more than most masks
+        self._moves: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # a pool's futures cost more than most masks
         self._ready = threading.Condition()
         self.on_ready: Callable[[], None] = lambda: None  # called on these threads whenever a late constraint gets ready
         for number in range(MASK_THREADS):
-            threading.Thread(target=self._follow, name=f"mask_{number}", daemon=True).start()
+            threading.Thread(target=self._fill_masks, name=f"mask_{number}", daemon=True).start()
 
     def start(self, grammar: Grammar, output: Sequence[int], last: bool = False) -> Constraint:
         """The constraint of a request that has said `output` already; it gets ready by itself. `last`: it gets one more
@@ -49,10 +48,21 @@ class GrammarCompiler:
         self._compiling.submit(self._begin, constraint, output, last)
         return constraint
 
-    def advance(self, constraint: Constraint, token: int, last: bool = False) -> None:
-        """The request has got this token: find what may follow."""
+    def advance(self, constraint: Constraint, tokens: Sequence[int], last: bool = False) -> None:
+        """The request has got these tokens: find what may follow."""
         constraint.busy = True
-        self._moves.put((constraint, token, last))
+        self._moves.put(lambda: self._follow(constraint, tokens, last))
+
+    def branch(self, constraint: Constraint) -> None:
+        """Forget the draft tokens of a constraint that is ready: others will follow."""
+        constraint.branch, constraint.ahead = None, []
+
+    def look(self, constraint: Constraint, drafts: Sequence[int], left: int) -> None:
+        """The request, which may get `left` more tokens, has these draft tokens behind those of earlier calls since the
+        last `branch`: find what may follow each.
+        """
+        constraint.busy = True
+        self._moves.put(lambda: self._explore(constraint, drafts, left))
 
     def wait(self, constraints: Sequence[Constraint], seconds: float) -> None:
         """Wait until these are ready, no longer than so many seconds; those that are not are late then."""
@@ -74,14 +84,29 @@ class GrammarCompiler:
             constraint.matcher = self._matcher(constraint.grammar)
             self._go_on(constraint, constraint.matcher, list(output), last)
 
-    def _follow(self) -> None:
+    def _fill_masks(self) -> None:
         """The life of a thread that fills masks."""
         _yield_to_others(5)
         while move := self._moves.get():
-            constraint, token, last = move
-            with self._work(constraint):
+            move()
+
+    def _follow(self, constraint: Constraint, tokens: Sequence[int], last: bool) -> None:
+        with self._work(constraint):
+            assert constraint.matcher is not None
+            self._go_on(constraint, constraint.matcher, list(tokens), last)
+
+    def _explore(self, constraint: Constraint, drafts: Sequence[int], left: int) -> None:
+        with self._work(constraint), contextlib.suppress(GrammarError):  # that is for tokens that count
+            if constraint.branch is None:
                 assert constraint.matcher is not None
-                self._go_on(constraint, constraint.matcher, [token], last)
+                constraint.branch = constraint.matcher.deep_copy()
+            for token in drafts:
+                if constraint.branch.is_stopped() or not constraint.branch.try_consume_tokens([token]):
+                    return
+                if constraint.branch.is_stopped():
+                    return
+                mask, last = self._fill(constraint, constraint.branch), left - len(constraint.ahead) == 2
+                constraint.ahead.append(self._ending(constraint.branch, mask) if last else mask)
 
     @contextlib.contextmanager
     def _work(self, constraint: Constraint) -> Iterator[None]:

@@ -7,15 +7,14 @@ from dataclasses import replace
 import numpy as np
 
 from headrace_shard.batch import RunningBatch
-from headrace_shard.grammar.compiler import GrammarCompiler
+from headrace_shard.grammar.compiler import PATIENCE, GrammarCompiler
 from headrace_shard.grammar.state import Constraint
 from headrace_shard.scheduler import Plan
 
-PATIENCE = 0.010  # seconds that a step waits for masks after its forward pass
-
 
 def settle(plan: Plan, constraints: dict[int, Constraint], grammars: GrammarCompiler) -> tuple[Plan, dict[int, str]]:
-    """The plan without the rows that cannot get a token, and why some of them (slots) never will.
+    """The plan without the rows that cannot get a token, and without places behind draft tokens that the grammar forbids;
+    and why some of the rows (slots) never will get one.
 
     The others are late: their last token is computed again as soon as they are ready, and until then they sit out.
     """
@@ -32,7 +31,7 @@ def settle(plan: Plan, constraints: dict[int, Constraint], grammars: GrammarComp
             late.append(slot)
         elif constraint.error is not None:
             failed[slot] = constraint.error
-        else:
+        elif constraint.knows(int(plan.rounds[at])):
             continue
         kept[at] = False
     if kept.all():
@@ -45,9 +44,11 @@ def settle(plan: Plan, constraints: dict[int, Constraint], grammars: GrammarComp
     return plan, failed
 
 
-def advance(plan: Plan, tokens: list[int], rows: RunningBatch, grammars: GrammarCompiler) -> None:
-    """Tell the constraints of rows that go on which tokens they got; their masks are found beside what follows."""
-    last = rows.max_new[plan.sampled] + rows.prompt[plan.sampled] - rows.known[plan.sampled] == 1
-    for slot, token, is_last in zip(plan.sampled.tolist(), tokens, last.tolist(), strict=True):
-        if constraint := rows.constraints.get(slot):
-            grammars.advance(constraint, token, is_last)
+def advance(known: dict[int, int], rows: RunningBatch, grammars: GrammarCompiler) -> None:
+    """Tell the constraints of rows that go on which tokens they got; their masks are found beside what follows.
+
+    `known`: tokens that each constrained row had before.
+    """
+    for slot, constraint in rows.constraints.items():
+        if len(got := rows.tokens[slot, known[slot] : rows.known[slot]]):
+            grammars.advance(constraint, got.tolist(), rows.tokens_left(slot) == 1)

@@ -81,6 +81,6 @@ def walks(compiler: GrammarCompiler, grammar: Grammar) -> tuple[list[list[int]],
             if token == END or len(said) > 60:
                 break
             said.append(token)
-            compiler.advance(constraint, token)
+            compiler.advance(constraint, [token])
     return prefixes, masks
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
-from bench.simulate import capacity, lines, run
+from bench.simulate import capacity, find_capacity, in_time, lines, run
 from bench.simulation.cost import MACHINES, Machine
 from bench.simulation.engine import Simulation, Trace
 from bench.simulation.policies import POLICIES, Headrace, Policy, Running, Tgi
@@ -66,7 +69,48 @@ def test_who_could_never_run_is_named() -> None:
 def test_a_full_queue_refuses() -> None:
     tuned = Preset(256, 100, max_queue_size=3, max_queue_tokens=1 << 30)
     trace = Simulation(Headrace, MACHINE, tuned, max_batch=1).run([Lengths("chat", 0, 0, 10, 10)] * 9, [0.0] * 9)
-    assert (len(trace.ended), len(trace.refused)) == (3, 6)
+    assert (len(trace.ended), len(trace.refused)) == (4, 5)  # one has the place, three wait
+
+
+def test_the_queue_is_bounded_by_tokens() -> None:
+    tuned = Preset(256, 100, max_queue_size=100, max_queue_tokens=60)
+    trace = Simulation(Headrace, MACHINE, tuned, max_batch=1).run([Lengths("chat", 0, 0, 10, 10)] * 9, [0.0] * 9)
+    assert (len(trace.ended), len(trace.refused)) == (3, 6)  # of 20 tokens each
+
+
+def test_clients_that_leave_free_what_they_hold() -> None:
+    drawn = [Lengths("document", 0, 0, 3000, 50)] * 4  # 3 s of prompt each
+    for name, policy in POLICIES.items():
+        simulation = Simulation(policy, MACHINE, TUNED)
+        trace = simulation.run(drawn, [0.0, 0.0, 0.0, 0.0], patience=8.0)
+        assert len(trace.ended) + len(trace.late) == 4, name
+        assert len(trace.late) >= 1
+        assert simulation.free == simulation.blocks
+
+
+def test_three_times_the_capacity_of_clients_that_leave() -> None:
+    """Others than ours serve requests that are of no use any more; ours turns them away, and starves nobody."""
+    cpu, tuned = MACHINES["cpu"], replace(PRESETS["chat"], max_step_tokens=256)
+
+    def attempt(policy: type[Policy], rate: float) -> tuple[list[Lengths], Trace]:
+        drawn = draw_lengths(tuple(WORKLOADS), max(round(60 * rate), 20), 1, 0.1, output_len=8)
+        return drawn, run(policy, cpu, tuned, drawn, rate, 1, patience=6.0, tenants=2)
+
+    found = {name: find_capacity(partial(attempt, policy), 3.0) for name, policy in POLICIES.items()}
+    assert found["headrace"] > 0.9 * max(found.values())
+    for name, policy in POLICIES.items():
+        drawn, trace = attempt(policy, 3 * found[name])
+        good = in_time(trace)
+        kept = len(good) / trace.seconds / found[name]
+        if name != "headrace":
+            assert kept < 0.5
+            continue
+        assert kept > 0.9
+        for workload in WORKLOADS:
+            all_of_it = sum(lengths.workload == workload for lengths in drawn)
+            assert sum(request.workload == workload for request in good) > 0.05 * all_of_it
+        shares = [sum(request.tenant.name == f"tenant {n}" for request in good) for n in range(2)]
+        assert max(shares) < 1.25 * min(shares)
 
 
 def test_long_prompts_freeze_chats_only_where_they_have_steps_of_their_own() -> None:

@@ -87,6 +87,7 @@ def test_a_shard_group_alone_has_no_router_flags() -> None:
         (["--shard-tcp", "70000"], ["--shard-tcp 70000"]),
         (["--validation-workers", "0"], ["--validation-workers"]),
         (["--dtype", "float8"], ["--dtype", "float8"]),
+        (["--draft-model-id", "x", "--speculate", "0"], ["draft model x", "--speculate 0"]),
         (["--no-such-flag"], ["--no-such-flag"]),
     ],
 )
@@ -217,6 +218,7 @@ def test_a_gateway_has_no_shards_and_needs_a_token_file() -> None:
     assert "--worker-token-file" in refusal("--role", "gateway")
     assert "--num-shard 2" in refusal("--role", "gateway", "--worker-token-file", "t", "--num-shard", "2")
     assert "--broker ftp... must be" in refusal("--role", "gateway", "--worker-token-file", "t", "--broker", "ftp://x")
+    assert "--draft-model-id x" in refusal("--role", "gateway", "--worker-token-file", "t", "--draft-model-id", "x")
     assert "contradict" in refusal("--role", "gateway", "--worker-token-file", "t", "--gateway", "wss://x")
 
 

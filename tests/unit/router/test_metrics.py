@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.v1 import generation_pb2 as pb
 from headrace_router.metrics import DURATIONS, Gauges, Histogram, Metrics
 
 GAUGES = Gauges(lambda: 3, lambda: 500, lambda: 2, lambda: 40, 1000)
@@ -57,3 +58,14 @@ def test_duration_buckets_are_tgis() -> None:
     assert len(DURATIONS) == 35
     assert abs(DURATIONS[0] - 0.00015) < 1e-12
     assert 145 < DURATIONS[-1] < 147
+
+
+def test_draft_tokens_by_kind() -> None:
+    metrics = Metrics(100, 200)
+    for _ in range(2):
+        metrics.drafted(pb.Timings(draft_tokens=9, accepted_tokens=6, model_draft_tokens=4, model_accepted_tokens=3))
+    text = metrics.render(GAUGES)
+    assert 'headrace_draft_tokens{kind="lookup"} 10' in text
+    assert 'headrace_draft_tokens{kind="model"} 8' in text
+    assert 'headrace_accepted_draft_tokens{kind="lookup"} 6' in text
+    assert 'headrace_accepted_draft_tokens{kind="model"} 6' in text

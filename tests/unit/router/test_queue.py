@@ -235,3 +235,36 @@ def test_who_is_cancelled_after_its_turn_is_charged_for_what_it_used() -> None:
         queue.forget(item, 100)
         got[item.tenant.name] += 1
     assert got["someone"] == pytest.approx(got["other"], abs=2)
+
+
+def test_classes_that_may_not_are_left_out() -> None:
+    queue: RequestQueue[Item] = RequestQueue(Clock())
+    for item in [Item(0, "chat"), Item(1, "document"), Item(2, "document")]:
+        queue.push(item)
+    documents: list[int] = []
+
+    def may(workload: str) -> bool:
+        return workload == "document" and not documents
+
+    def fits(item: Item) -> bool:
+        documents.append(item.arrival)
+        return True
+
+    assert [i.arrival for i in queue.take(9, fits, may)] == [1]  # asked again after each
+    assert len(queue) == 2
+    assert [i.passed for i in queue] == [0, 0]
+
+
+def test_a_new_request_waits_as_long_as_those_before_it() -> None:
+    clock = Clock()
+    queue: RequestQueue[Item] = RequestQueue(clock)
+    assert queue.wait("chat", SOMEONE) == 0
+    for n in range(40):
+        queue.push(Item(n, tenant=SOMEONE))
+    for _ in range(20):
+        clock.now += 2.0
+        queue.take(1)
+    assert queue.wait("chat", SOMEONE) == pytest.approx(20 * 2.0, rel=0.2)
+    assert queue.wait("chat", TENANTS[1]) == pytest.approx(2.0, rel=0.2)  # its turn comes after one of the other's
+    assert queue.wait("chat", TENANTS[2]) < 2.0  # three of its own go for each one of the other's
+    assert queue.wait("document", SOMEONE) == 0

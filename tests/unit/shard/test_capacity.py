@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace._common.errors import StartupError
-from headrace_shard.kv.capacity import free_memory, limits
+from headrace_shard.kv.capacity import DRAFT_ROWS, free_memory, limits
 from headrace_shard.settings import ShardSettings
 
 GIB = 2**30
@@ -29,6 +29,18 @@ def test_the_window_shrinks_to_the_cache_unless_it_was_asked_for() -> None:
     assert limits(ShardSettings(max_batch_total_tokens=160), 8192, 1, GIB, 4).max_total_tokens == 160
     with pytest.raises(StartupError, match=r"--max-total-tokens 500 does not fit .* 160 tokens"):
         limits(ShardSettings(max_batch_total_tokens=160, max_total_tokens=500), 8192, 1, GIB, 4)
+
+
+def test_the_draft_model_has_a_share() -> None:
+    bytes_, block = GIB // 4, 16 * 1024  # of a token in the model's cache: 1 KiB; in the draft model's a quarter of that
+    found = limits(ShardSettings(max_total_tokens=256), 8192, 1024, GIB, 10_000, 256)
+    assert found.draft_blocks == DRAFT_ROWS * 16
+    assert found.blocks == (bytes_ - found.draft_blocks * block // 4) // block
+    assert "2048 tokens for the draft model" in found.explanation
+    found = limits(ShardSettings(), 1 << 20, 1024, GIB, 256, 256)  # eight such requests would take all
+    assert found.draft_blocks == found.blocks == bytes_ // (block + block // 4)
+    assert limits(ShardSettings(max_batch_total_tokens=320), 8192, 1024, GIB, 4, 256).draft_blocks == 20
+    assert limits(ShardSettings(), 8192, 1024, GIB, 256).draft_blocks == 0
 
 
 @pytest.mark.parametrize(

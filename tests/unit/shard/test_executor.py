@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from headrace._common.errors import AlreadyExists, HeadraceError, InvalidRequest, NotFound, Overloaded, Unhealthy
 from headrace_shard.batch import RunningBatch
 from headrace_shard.calls import UNREAD_LIMIT, Call
+from headrace_shard.draft import DraftModel
 from headrace_shard.executor import Delivery, Executor
 from headrace_shard.kv.blocks import BLOCK_SIZE, BlockManager
 from headrace_shard.requests import (
@@ -45,6 +46,7 @@ class MemoryModel:
     """Keeps token ids where a model keeps K and V, so that a wrong slot or a lost block gives a wrong token."""
 
     heartbeat: float | None = None
+    vocab_size = VOCAB
 
     def __init__(self, blocks: int) -> None:
         self.cache = np.full((blocks + 1) * BLOCK_SIZE, -1, dtype=np.int64)
@@ -102,7 +104,10 @@ def request(number: int, prompt: list[int], max_new: int, **more: object) -> Req
 class Driver:
     """An executor, and what its calls have handed over."""
 
-    def __init__(self, blocks: int = 40, rows: int = 8, step_tokens: int = 16, lease: float = 60.0, speculate: int = 0) -> None:
+    def __init__(
+        self, blocks: int = 40, rows: int = 8, step_tokens: int = 16, lease: float = 60.0, speculate: int = 0,
+        draft: DraftModel | None = None,
+    ) -> None:
         self.model, self.blocks = MemoryModel(blocks), BlockManager(blocks)
         self.rows = RunningBatch(rows, 128)
         self.out: dict[Call, list[StepResult]] = defaultdict(list)
@@ -110,7 +115,7 @@ class Driver:
         self.reads = True
         self.executor = Executor(
             self.model, self.rows, self.blocks, eos_ids=frozenset({EOS}), vocab_size=VOCAB, max_step_tokens=step_tokens,
-            batch_lease=lease, deliver=self.deliver, step_deadline=10, speculate=speculate,
+            batch_lease=lease, deliver=self.deliver, step_deadline=10, speculate=speculate, draft=draft,
         )
 
     def deliver(self, delivery: Delivery) -> None:
@@ -394,6 +399,17 @@ def test_the_youngest_of_the_lowest_priority_goes_first_and_resumes_exactly() ->
         assert got[number] + d.tokens(call, rest)[number] == expected([first], 100)
 
 
+def test_the_oldest_prompt_gets_a_share_however_many_urgent_ones_come() -> None:
+    d = Driver(blocks=64)
+    low = d.prefill(request(1, [5] * 60, 1))
+    for number in range(2, 60):  # an urgent prompt as long as a step may be, in every step
+        d.prefill(request(number, [number % 7 + 5] * 16, 1, priority=2), owner=str(number))
+        d.turn()
+        if d.tokens(low)[1]:
+            break
+    assert 10 < number < 25  # 4 of 16 tokens a step
+
+
 def test_a_batch_emptied_by_preemption_ends_its_call() -> None:
     d = Driver(blocks=8)
     old, young = d.prefill(request(1, [5], 120)), d.prefill(request(1, [6], 100), owner="b")
@@ -410,7 +426,7 @@ def test_chunks_shrink_under_an_itl_target(monkeypatch: pytest.MonkeyPatch) -> N
     d.decode(1)
     d.turn(10)
     pace = d.executor._scheduler.pace
-    pace._decode, pace._per_token = 0.001, 0.001
+    pace._decode.value, pace._per_token.value = 0.001, 0.001
     monkeypatch.setattr(pace, "learn", lambda timings: None)
     before = len(d.model.sizes)
     d.prefill(request(2, [6] * 100, 2), batch=1, itl_target=0.020)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""No feature changes a request's text, whatever others are on: prefix cache, speculation, preemption and chunks, crossed
-with sampling, penalties, minimum lengths and grammars.
+"""No feature changes a request's text, whatever others are on: prefix cache, speculation by lookup and by a draft model,
+preemption and chunks, crossed with sampling, penalties, minimum lengths and grammars.
 
 The reference is each request alone, with everything off. A client that resumes stands where the router does.
 """
@@ -21,6 +21,7 @@ from headrace._common.errors import HeadraceError, NotFound, Overloaded
 from headrace._common.grammars import Grammar
 from headrace_shard.batch import RunningBatch
 from headrace_shard.calls import Call
+from headrace_shard.draft import DraftModel
 from headrace_shard.executor import Delivery, Executor
 from headrace_shard.grammar.compiler import GrammarCompiler
 from headrace_shard.grammar.vocabulary import tokens_of
@@ -41,6 +42,8 @@ DIGITS = Grammar("regex", "[0-9]{3}(-[0-9]{3}){4,9}")
 class Peaked(MemoryModel):
     """Mostly repeats itself, so that guesses are right, but every logit depends on all tokens before it."""
 
+    vocab_size = VOCAB
+
     def forward(self, step: StepInput) -> torch.Tensor:
         contexts = self.contexts(step)
         rows = [self.scores(contexts[row]) for row in step.logit_rows.tolist()]
@@ -54,6 +57,14 @@ class Peaked(MemoryModel):
         if digest[8] < 24:
             scores[EOS if digest[9] < 96 else 30 + digest[9] % 8] += 12
         return scores
+
+
+class Rough(Peaked):
+    """A draft model: its logits are those of the other, and some noise."""
+
+    @staticmethod
+    def scores(tokens: list[int]) -> np.ndarray:
+        return Peaked.scores(tokens) + np.random.default_rng(len(tokens)).normal(0, 1, VOCAB)
 
 
 GREEDY = SamplingParams()
@@ -91,9 +102,11 @@ class Server:
     speculate: int = 0
     blocks: int = MANY
     step_tokens: int = 64
+    draft: bool = False
     got: dict[int, list[int]] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
     accepted: int = 0
+    of_model: int = 0
     errors: dict[Call, HeadraceError] = field(default_factory=dict)
     begun: dict[Call, int] = field(default_factory=dict)  # batch ids
 
@@ -103,8 +116,10 @@ class Server:
             Peaked(self.blocks), self.rows, self.manager, eos_ids=frozenset({EOS}), vocab_size=VOCAB,
             max_step_tokens=self.step_tokens, batch_lease=60.0, deliver=self.deliver, step_deadline=10,
             prefix_caching=self.caching, speculate=self.speculate, grammars=self.compiler,
+            draft=DraftModel(Rough(FEW), LONGEST - 20, FEW) if self.draft else None,
         )
-        self.executor._scheduler.pace.draft_price = lambda: 0.01  # type: ignore[method-assign]
+        pace = self.executor._scheduler.pace
+        pace.draft_price = pace.round_price = pace.catch_up_price = lambda: 0.01  # type: ignore[method-assign]
         self.left: set[int] = set()
         self.waiting: list[int] = []
 
@@ -124,6 +139,7 @@ class Server:
             self.preempted += item.preempted
             self.waiting += item.preempted
             self.accepted += item.timings.accepted_tokens
+            self.of_model += item.timings.model_accepted_tokens
 
     def run(self, jobs: dict[int, Job]) -> dict[int, list[int]]:
         self.got = {number: [] for number in jobs}
@@ -196,15 +212,29 @@ def test_the_requests_are_what_they_are_meant_to_be(alone: dict[int, list[int]])
 
 
 @pytest.mark.parametrize(
-    ("caching", "speculate", "blocks", "step_tokens"), [*itertools.product((False, True), (0, 4), (MANY, FEW), (10, 64))]
+    ("caching", "guesses", "blocks", "step_tokens"),
+    [*itertools.product((False, True), ("none", "lookup", "model"), (MANY, FEW), (10, 64))],
 )
 def test_no_feature_changes_a_text(
-    compiler: GrammarCompiler, alone: dict[int, list[int]], caching: bool, speculate: int, blocks: int, step_tokens: int
+    compiler: GrammarCompiler, alone: dict[int, list[int]], caching: bool, guesses: str, blocks: int, step_tokens: int
 ) -> None:
-    server = Server(compiler, caching, speculate, blocks, step_tokens)
+    server = Server(compiler, caching, 0 if guesses == "none" else 4, blocks, step_tokens, guesses == "model")
     got = server.run(JOBS)
     assert got == alone
     assert bool(server.executor._prefix.hits) == caching
-    assert bool(server.accepted) == bool(speculate)
-    assert (len(set(server.preempted)) >= 3) == (blocks == FEW)  # other ones for other features
+    assert bool(server.accepted) == (guesses != "none")
+    assert bool(server.of_model) == (guesses == "model")
+    assert bool(server.preempted) == (blocks == FEW)  # other ones for other features
     assert server.manager.free == blocks
+    drafter = server.executor._speculation._drafter
+    assert drafter is None or drafter.blocks.free == FEW
+
+
+@pytest.mark.parametrize("guesses", ["lookup", "model"])
+@pytest.mark.parametrize("number", [7, 8])
+def test_guesses_keep_to_the_grammar(
+    compiler: GrammarCompiler, alone: dict[int, list[int]], number: int, guesses: str
+) -> None:
+    server = Server(compiler, speculate=4, draft=guesses == "model")
+    assert server.run({number: JOBS[number]})[number] == alone[number]
+    assert server.accepted > len(alone[number]) // 8

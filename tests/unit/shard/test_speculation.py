@@ -15,7 +15,7 @@ from headrace_shard.batch import RunningBatch
 from headrace_shard.pace import Pace
 from headrace_shard.requests import Detail, Request, Timings
 from headrace_shard.sampling.params import SamplingParams
-from headrace_shard.speculation import HOPE, NGRAM, PAUSE, Speculation, lookup
+from headrace_shard.speculation import HOPE, LOOKUP, NGRAM, PAUSE, Speculation, lookup
 from tests.unit.shard.test_executor import EOS, Driver, request
 
 
@@ -87,6 +87,13 @@ def test_an_end_among_right_guesses_ends_the_request_there() -> None:
     assert {x.request_id: x.generated_tokens for x in details if x.finish_reason} == {1: 40, 2: 30, 3: 100}
 
 
+def propose(speculation: Speculation, pace: Pace, *slots: int) -> list[int]:
+    """How many draft tokens each of the rows gets beside the others, with all the room that it wants."""
+    speculation.begin()
+    counts = speculation.propose(np.array(slots), 64, lambda slot, tokens: True, pace)
+    return [counts.get(slot, 0) for slot in slots]
+
+
 def test_guesses_that_do_not_pay_stop_and_are_tried_again_later() -> None:
     rows = RunningBatch(2, 512)
     slot = rows.add(request(1, [5, 6, 7, 8] * 20, 300), 1)
@@ -94,16 +101,16 @@ def test_guesses_that_do_not_pay_stop_and_are_tried_again_later() -> None:
     pace.learn(Timings(total=0.010, decode_tokens=1))
     pace.learn(Timings(total=0.014, decode_tokens=1, draft_tokens=1))
     assert pace.draft_price() == pytest.approx(0.4)
-    assert speculation.propose(slot, 1, pace) == 2  # 0.7 and 0.49 are above 0.4
-    assert speculation.propose(slot, 2, pace) == 0  # beside another row a guess costs the double
+    assert propose(speculation, pace, slot) == [2]  # 0.7 and 0.49 are above 0.4
+    other = rows.add(request(2, [5, 6, 7, 8] * 20, 300), 1)
+    assert propose(speculation, pace, slot, other) == [0, 0]  # beside another row a guess costs the double
     for _ in range(30):
         speculation.learn(slot, 1, 0)
-    assert speculation.propose(slot, 1, pace) == 0
+    assert propose(speculation, pace, slot) == [0]
     rows.known[slot] += PAUSE
     rows.tokens[slot, : rows.known[slot]] = ([5, 6, 7, 8] * 100)[: rows.known[slot]]
-    assert speculation.propose(slot, 1, pace) == 1
-    other = rows.add(request(2, [5, 6, 7, 8] * 20, 300), 1)
-    assert speculation.propose(other, 1, pace) == 2  # each request has its own record
+    assert propose(speculation, pace, slot) == [1]
+    assert propose(speculation, pace, other) == [2]  # each request has its own record
     assert HOPE > 0.4
     assert NGRAM <= 4
 
@@ -112,11 +119,11 @@ def test_a_wrong_guess_says_nothing_about_those_behind_it() -> None:
     rows = RunningBatch(1, 128)
     slot = rows.add(request(1, [5, 6, 7, 8] * 20, 40), 1)
     speculation, pace = Speculation(rows, 8), Pace()
-    speculation.propose(slot, 1, pace)
+    propose(speculation, pace, slot)
     speculation.learn(slot, 8, 0)
-    assert speculation._rate[slot] == pytest.approx(HOPE * 0.9)
+    assert speculation._rate[LOOKUP, slot] == pytest.approx(HOPE * 0.9)
     speculation.learn(slot, 2, 2)
-    assert speculation._rate[slot] == pytest.approx(1 - (1 - HOPE * 0.9) * 0.81)
+    assert speculation._rate[LOOKUP, slot] == pytest.approx(1 - (1 - HOPE * 0.9) * 0.81)
 
 
 JOBS = st.lists(
