@@ -184,8 +184,6 @@ def _check_shards(made: Plan, sharded: bool | None) -> None:
     count = made.launcher.num_shard
     if sharded is False and count > 1:
         raise click.UsageError(f"--sharded false contradicts --num-shard {count}")
-    if made.launcher.master_addr not in ("localhost", "127.0.0.1", "::1"):
-        raise click.UsageError(f"--master-addr {made.launcher.master_addr}: shards on several hosts are not supported")
     if made.shard.shard_tcp is not None and made.shard.shard_tcp + count - 1 > 65535:
         raise click.UsageError(f"--shard-tcp {made.shard.shard_tcp}: ports end at 65535")
 

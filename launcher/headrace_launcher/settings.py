@@ -24,8 +24,6 @@ class LauncherSettings:
     )
     huggingface_hub_cache: str | None = option(None, "cache folder of hub models")
     shard_uds_path: str = option("", "prefix of the shards' unix sockets; a private folder if not given")
-    master_addr: str = option("localhost", "rendezvous address of shards on several hosts; no effect on one host")
-    master_port: int = option(29500, "rendezvous port of shards on several hosts; no effect on one host", minimum=1)
     graceful_termination_timeout: float = option(
         90.0, "seconds that running requests get to finish at SIGTERM", flags=("-g",), minimum=0
     )

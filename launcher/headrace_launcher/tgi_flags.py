@@ -17,6 +17,8 @@ WITHOUT_MEANING: dict[str, tuple[bool, str]] = {
     "--cuda-memory-fraction": (True, "the KV cache is sized by --max-batch-total-tokens or by free memory"),
     "--disable-custom-kernels": (False, "no model has kernels that would need this"),
     "--enable-prefill-logprobs": (False, "`decoder_input_details` is always answered"),
+    "--master-addr": (True, "all shards run on this host, and meet over a socket of their own"),
+    "--master-port": (True, "all shards run on this host, and meet over a socket of their own"),
     "--max-waiting-tokens": (True, "new requests join a running batch at every step"),
     "--ngrok": (False, "there is no tunnel"),
     "--ngrok-authtoken": (True, "there is no tunnel"),

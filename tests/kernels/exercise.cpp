@@ -1,5 +1,6 @@
 // Runs every kernel over random shapes in memory of exactly their size, for the sanitizers to watch. It checks what needs
 // no second implementation: the number of threads, and the rows that share a call, change no bit of a result.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -62,6 +63,9 @@ struct Weights {
     matrix.format = format;
     matrix.rows = rows;
     matrix.columns = columns;
+    for (int64_t& edge : matrix.breaks) edge = pick(0, columns / kGroup) * kGroup;
+    std::sort(matrix.breaks, matrix.breaks + 3);
+    matrix.apart = 0;
     panels.resize(matrix.panel_count() * matrix.panel_bytes());
     if (format == kFloat32) {
       const std::vector<float> values = numbers(panels.size() / 4);

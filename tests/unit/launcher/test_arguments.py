@@ -80,7 +80,6 @@ def test_a_shard_group_alone_has_no_router_flags() -> None:
         (["--max-input-length", "9", "--max-input-tokens", "8"], ["--max-input-length 9", "--max-input-tokens 8"]),
         (["--max-batch-total-tokens", "64", "--max-total-tokens", "65"], ["64", "65"]),
         (["--num-shard", "0"], ["--num-shard"]),
-        (["--num-shard", "2", "--master-addr", "10.0.0.1"], ["--master-addr 10.0.0.1", "several hosts"]),
         (["--num-shard", "2", "--sharded", "false"], ["--num-shard 2", "--sharded"]),
         (["--port", "70000"], ["--port 70000"]),
         (["--api-keys-file", "/nowhere/keys.toml"], ["--api-keys-file /nowhere/keys.toml", "no such file"]),
