@@ -58,7 +58,7 @@ async def test_a_cancel_that_races_with_the_end(net: Network, client: Client) ->
 @pytest.mark.chaos
 async def test_a_cancel_frees_the_slot_of_a_worker(net: Network, client: Client) -> None:
     """All slots are taken by long requests and others wait: what is given up makes room, whatever it was at."""
-    slots = len(net.workers) * SLOTS
+    slots = len(net.show()["workers"]) * SLOTS
     running = [await client.ask(f"Long {number}", 8000) for number in range(slots)]
     waiting = [await client.ask(f"Waiting {number}", 8000) for number in range(4)]
     await until(lambda: used_slots(net) == slots)
