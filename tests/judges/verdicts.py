@@ -74,10 +74,24 @@ def write_table(verdicts: dict[str, list[Verdict]]) -> None:
         asked = [verdict for verdict in found if not verdict.skipped]
         names = [v.check if v.ok else f"**fails:** {v.check}" for v in asked]
         names += [f"not asked for: {v.check} ({v.skipped})" for v in found if v.skipped]
-        row = f"| {package(judge)} | {sum(v.ok for v in asked)} of {len(asked)} | {'; '.join(names)} |"
+        row = f"| {package(judge)} | {sum(v.ok for v in asked)} of {len(asked)} | {grouped(names)} |"
         rows[_judges(row)] = row
     lines = [head, rule, *(row for _, row in sorted(rows.items()))]
     TABLE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", "utf-8")
+
+
+def grouped(names: list[str]) -> str:
+    """Names that begin alike, up to a colon, after one another as one: "chat: a", "chat: b" become "chat: a, b"."""
+    out: list[str] = []
+    last = ""
+    for name in names:
+        head, colon, rest = name.partition(": ")
+        if colon and head == last:
+            out[-1] += f", {rest}"
+        else:
+            out.append(name)
+        last = head if colon else ""
+    return "; ".join(out)
 
 
 def _judges(row: str) -> str:

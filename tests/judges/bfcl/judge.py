@@ -123,7 +123,7 @@ def ask(form: str) -> None:
     for category in CATEGORIES:
         chosen = list(cases(category))
 
-        @check(f"{form}: {category}, {len(chosen)} cases, whole and streamed")
+        @check(f"{form}: {category} ({len(chosen)})")
         def judged(category: str = category, chosen: list[Any] = chosen) -> None:
             with ThreadPoolExecutor(8) as threads:
                 found = [line for lines in threads.map(lambda case: wrong(category, *case), chosen) for line in lines]
