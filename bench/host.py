@@ -1,8 +1,8 @@
 """The shard's own work between two forward passes: all that a loop could hide which prepares a step while another runs.
 
 The real executor decodes with the default model, in this process and without a client. Of each step the forward pass and the
-sampling, which needs its logits, are taken away; what is left is planning, bookkeeping and the hand-over of tokens. The plain
-loop does that after the one step and before the next.
+sampling, which needs its logits, are taken away; what is left is planning and bookkeeping. The plain loop does that after the
+one step and before the next. Messages are made on another thread, while the next step runs, in either loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from headrace_shard.loading import Loaded, load
 from headrace_shard.requests import Request, StepResult
 from headrace_shard.settings import ShardSettings
 from headrace_shard.step import StepInput
-from headrace_shard.wire import step_message
 
 ROWS = (1, 8, 32)
 STEPS, ROUNDS = 100, 5
@@ -72,14 +71,13 @@ def measure() -> Result:
 
 def decode(loaded: Loaded, rows: int) -> tuple[float, float]:
     """Milliseconds of a decode step, and those of them that are neither its forward pass nor its sampling."""
-    runner, sampled, bytes_sent = TimedRunner(loaded), 0.0, 0
+    runner, sampled = TimedRunner(loaded), 0.0
 
     def deliver(delivery: Delivery) -> None:
-        nonlocal sampled, bytes_sent
+        nonlocal sampled
         for call, item in delivery:
             assert isinstance(item, StepResult), item
             sampled += item.timings.sample
-            bytes_sent += len(step_message(item).SerializeToString())
             call.delivered += 1
 
     batch = RunningBatch(rows, PROMPT + STEPS + 64)
