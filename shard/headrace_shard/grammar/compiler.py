@@ -6,10 +6,9 @@ import contextlib
 import logging
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 
 import llguidance
 import numpy as np
@@ -34,8 +33,12 @@ class GrammarCompiler:
         self._tokens, self._vocab_size = tokens, vocab_size
         self._known: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
         self._compiling = ThreadPoolExecutor(1, "grammar", _yield_to_others, (10,))
-        self._moves: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # a pool's futures cost more than most masks
+        self._moves: deque[Callable[[], None]] = deque()
+        self._filling = 0  # threads at work on these; one, unless a step waits: threads side by side fight for the interpreter
+        self._turns = threading.Semaphore(0)
+        self._lock = threading.Lock()
         self._ready = threading.Condition()
+        self._closed = False
         self.on_ready: Callable[[], None] = lambda: None  # called on these threads whenever a late constraint gets ready
         for number in range(MASK_THREADS):
             threading.Thread(target=self._fill_masks, name=f"mask_{number}", daemon=True).start()
@@ -51,7 +54,7 @@ class GrammarCompiler:
     def advance(self, constraint: Constraint, tokens: Sequence[int], last: bool = False) -> None:
         """The request has got these tokens: find what may follow."""
         constraint.busy = True
-        self._moves.put(lambda: self._follow(constraint, tokens, last))
+        self._move(lambda: self._follow(constraint, tokens, last))
 
     def branch(self, constraint: Constraint) -> None:
         """Forget the draft tokens of a constraint that is ready: others will follow."""
@@ -62,10 +65,24 @@ class GrammarCompiler:
         last `branch`: find what may follow each.
         """
         constraint.busy = True
-        self._moves.put(lambda: self._explore(constraint, drafts, left))
+        self._move(lambda: self._explore(constraint, drafts, left))
+
+    def _move(self, work: Callable[[], None]) -> None:
+        self._moves.append(work)
+        self._call_threads(1)
+
+    def _call_threads(self, most: int) -> None:
+        """Have so many threads at work, if there is that much to do."""
+        with self._lock:
+            more = min(most - self._filling, len(self._moves))
+            if more > 0:
+                self._filling += more
+                self._turns.release(more)
 
     def wait(self, constraints: Sequence[Constraint], seconds: float) -> None:
         """Wait until these are ready, no longer than so many seconds; those that are not are late then."""
+        if any(c.busy for c in constraints):
+            self._call_threads(MASK_THREADS)
         with self._ready:
             if any(c.busy for c in constraints):
                 self._ready.wait_for(lambda: not any(c.busy for c in constraints), seconds)
@@ -74,8 +91,8 @@ class GrammarCompiler:
 
     def close(self) -> None:
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        for _ in range(MASK_THREADS):
-            self._moves.put(None)
+        self._closed = True
+        self._turns.release(MASK_THREADS)
 
     # on the threads
 
@@ -87,8 +104,17 @@ class GrammarCompiler:
     def _fill_masks(self) -> None:
         """The life of a thread that fills masks."""
         _yield_to_others(5)
-        while move := self._moves.get():
-            move()
+        while self._turns.acquire() and not self._closed:
+            while move := self._next():
+                move()
+
+    def _next(self) -> Callable[[], None] | None:
+        """What a thread at work is to do; None: it sleeps."""
+        with self._lock:
+            if self._moves:
+                return self._moves.popleft()
+            self._filling -= 1
+            return None
 
     def _follow(self, constraint: Constraint, tokens: Sequence[int], last: bool) -> None:
         with self._work(constraint):
