@@ -89,11 +89,11 @@ class Network:
 
     def add(self, count: int) -> list[Worker]:
         """More workers, once they have joined."""
-        before = len(self.show()["workers"])
+        before = self.sessions()  # a lost one may be among them for a while
         made = [Worker(self.model, self.url, self.token_file, *self._flags) for _ in range(count)]
         self.workers += made
         end = time.monotonic() + START
-        while len(self.show()["workers"]) < before + count:
+        while len(self.sessions() - before) < count:
             for worker in made:
                 worker.check_alive()
             assert time.monotonic() < end, made[-1].log()
@@ -111,6 +111,10 @@ class Network:
         """The same with the gateway's."""
         self._ends_with = -signal.SIGKILL
         return send_all(self.gateway, signal.SIGKILL)
+
+    def sessions(self) -> set[str]:
+        """The ids of those who are connected."""
+        return {worker["session"] for worker in self.show()["workers"]}
 
     def show(self) -> dict[str, Any]:
         """What GET /v1/workers says."""
