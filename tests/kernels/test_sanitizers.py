@@ -27,9 +27,9 @@ def compile_with(sanitizers: str, folder: Path) -> Path:
     for source in sorted(build.SOURCES.glob("*.cpp")):
         if source.name == "variant.cpp":
             units.append((source, ["-DVARIANT=portable"]))
-            units += [(source, ["-DVARIANT=avx2", *build.AVX2])] if x86 else []
+            units += [(source, [f"-DVARIANT={name}", *flags]) for name, flags in build.VARIANTS.items() if x86]
         else:
-            units.append((source, [f"-DHEADRACE_HAS_AVX2={int(x86)}"]))
+            units.append((source, [f"-DHEADRACE_X86={int(x86)}"]))
     objects = [folder / f"{number}.o" for number in range(len(units))]
     running = [
         subprocess.Popen([compiler, *flags, *extra, "-I", str(build.SOURCES), "-c", str(source), "-o", str(out)])

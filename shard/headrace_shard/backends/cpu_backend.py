@@ -29,7 +29,6 @@ from headrace_shard.weights.dequantize import type_name
 from headrace_shard.weights.precision import Format, Precision
 from headrace_shard.weights.source import Blocks, Dense, Table
 
-TILE_ROWS = 6  # (query, head) pairs that share what is read of the cache
 MAX_HEAD_DIM = 512
 MIN_ROOM = 32  # rows
 
@@ -119,7 +118,7 @@ class CpuBackend(TorchBackend):
         size = (blocks + 1, shape.kv_heads, 2 * BLOCK_SIZE * shape.head_dim)
         self._cache = [self._zeros(size, self.kv_dtype(shape)) for _ in range(layers)]
         self._layers = None
-        self._tile = max(1, TILE_ROWS // (shape.heads // shape.kv_heads))
+        self._tile = max(1, self._library.tile_rows // (shape.heads // shape.kv_heads))
 
     def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:
         if not self._covers_attention:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections import Counter
@@ -116,15 +117,19 @@ class TorchBackend:
         self._v = [self._zeros(size, self.dtype) for _ in range(layers)]
 
     def _zeros(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros; on a CPU as small pages that the system hands out when they are first written."""
+        """Zeros; on a CPU as pages that the system hands out when they are first written: large ones, if it has them, since
+        a small one is no more than a block of one head, and to find it costs as much as to read it.
+        """
         if self.device.type != "cpu":
             return torch.zeros(size, dtype=dtype, device=self.device)
         count = math.prod(size) * dtype.itemsize
         try:
-            memory = mmap.mmap(-1, count)
+            memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"{count} bytes for a layer's KV cache: {error.strerror}") from None
-        memory.madvise(mmap.MADV_NOHUGEPAGE)  # else every head of every layer takes 2 MB with its first token
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=dtype).view(size)
 
     def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:

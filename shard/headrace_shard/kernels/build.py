@@ -17,6 +17,8 @@ FOLDER = Path(__file__).resolve().parent
 SOURCES = FOLDER / "src"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Wall")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+VARIANTS = {"avx2": AVX2, "avx512": AVX512}  # beside the portable one
 
 
 class BuildFailed(Exception):
@@ -25,7 +27,7 @@ class BuildFailed(Exception):
 
 def library_path() -> Path:
     """Where the library for these sources lies once it is built."""
-    digest = hashlib.sha256(repr((FLAGS, AVX2, platform.machine())).encode())
+    digest = hashlib.sha256(repr((FLAGS, VARIANTS, platform.machine())).encode())
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".h", ".cpp"):
             digest.update(path.name.encode() + path.read_bytes())
@@ -64,16 +66,16 @@ def _compile(program: str, path: Path) -> None:
     work = FOLDER / f".build-{os.getpid()}"
     work.mkdir()
     try:
-        has_avx2 = platform.machine() in ("x86_64", "AMD64")
+        is_x86 = platform.machine() in ("x86_64", "AMD64")
         # Templates of the standard library exist in several objects and the linker keeps the first: that must be one
         # that runs everywhere.
         units = {
             work / "portable.o": ["variant.cpp", "-DVARIANT=portable"], work / "pool.o": ["pool.cpp"],
             work / "blocks.o": ["blocks.cpp"], work / "shared.o": ["shared.cpp"],
-            work / "library.o": ["library.cpp", f"-DHEADRACE_HAS_AVX2={int(has_avx2)}"],
+            work / "library.o": ["library.cpp", f"-DHEADRACE_X86={int(is_x86)}"],
         }
-        if has_avx2:
-            units[work / "avx2.o"] = ["variant.cpp", "-DVARIANT=avx2", *AVX2]
+        for name, flags in VARIANTS.items() if is_x86 else ():
+            units[work / f"{name}.o"] = ["variant.cpp", f"-DVARIANT={name}", *flags]
         running = [
             subprocess.Popen(
                 [program, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", str(out)], stderr=subprocess.PIPE, text=True

@@ -78,14 +78,20 @@ class Library:
         """Load the library, compiling it first if these sources have not been.
 
         Args:
-            variant: the instruction set, "avx2" or "portable"; "" for the best that this CPU has. It holds for the process.
+            variant: the instruction set, "avx512", "avx2" or "portable"; "" for the best that this CPU has. It holds for the
+                process. Where the CPU does not have it, the next one that it has is taken.
 
         Raises:
+            ValueError: there is no such variant.
             BuildFailed: it is not there and cannot be built or loaded; one line.
         """
         code = load_code()
         code.headrace_use.restype = ctypes.c_char_p
         self.variant: str = code.headrace_use(variant.encode()).decode()
+        if not self.variant:
+            raise ValueError(f"no kernels are called {variant!r}")
+        # Pairs of a query and a head that share what attention reads of the cache.
+        self.tile_rows: int = code.headrace_tile_rows()
         self._code, self._arena = code, Arena()
         self.linear = _declare(code.headrace_linear, "x rows* norm parts count residual out")
         self.mlp = _declare(code.headrace_mlp, "x rows* norm gate_up down residual out")

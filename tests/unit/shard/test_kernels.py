@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 KINDS = {"q4_0": 2, "q4_1": 3, "q8_0": 8}
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOATS = ["float32", *HALVES]
+VARIANTS = ["avx512", "avx2", "portable"]
 WEIGHTS = [*FLOATS, *KINDS]
 FUZZ = int(os.environ.get("HEADRACE_TEST_FUZZ", "1"))  # times as many shapes
 
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["avx2", "portable"])
+@pytest.fixture(params=VARIANTS)
 def library(request: pytest.FixtureRequest) -> Iterator[Library]:
     library = Library(request.param)
     if library.variant != request.param:
@@ -87,7 +88,7 @@ def near(got: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
 @settings(deadline=None, max_examples=25 * FUZZ)
 @given(
     st.sampled_from(WEIGHTS), st.integers(1, 40), st.lists(st.integers(1, 70), min_size=1, max_size=3), st.integers(1, 9),
-    st.booleans(), st.booleans(), st.sampled_from(["avx2", "portable"]), st.integers(1, 3), st.integers(0, 10**6),
+    st.booleans(), st.booleans(), st.sampled_from(VARIANTS), st.integers(1, 3), st.integers(0, 10**6),
 )
 def test_a_product_equals_its_twin(
     kind: str, rows: int, widths: list[int], groups: int, with_norm: bool, with_bias: bool, variant: str, threads: int,
@@ -222,6 +223,26 @@ def step_of(decode: list[tuple[Sequence, int]], chunks: list[tuple[Sequence, int
     )
 
 
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_wider_vectors_multiply_to_the_same_bits(kind: str) -> None:
+    """Those of AVX-512 are those of AVX2, in a product and in the activated ones of an MLP."""
+    rng = np.random.default_rng(10)
+    gate, up, down = (make_weight(kind, *size, rng)[0] for size in ((64, 96), (64, 96), (96, 64)))
+    x = torch.from_numpy(rng.normal(0, 1, (29, 96)).astype(np.float32))
+    norm = torch.from_numpy(rng.normal(1, 0.2, 96).astype(np.float32))
+    given_bits = []
+    for variant in ("avx512", "avx2"):
+        library = Library(variant)
+        if library.variant != variant:
+            pytest.skip(f"this CPU has no {variant}")
+        backend = CpuBackend(Alone(), library, 2, OWN)
+        packed = backend.pack_norm(norm, 1e-5)
+        product = backend._linear(x, packed, backend.pack_linear([gate, up]))
+        mlp = backend.mlp(x.clone(), packed, backend.pack_linear([gate, up]), backend.pack_linear([down]))
+        given_bits.append((product.clone(), mlp.clone()))
+    assert all(torch.equal(*pair) for pair in zip(*given_bits, strict=True))
+
+
 def attend(backend: TorchBackend, shape: AttentionShape, steps: list[tuple[StepInput, torch.Tensor]]) -> list[torch.Tensor]:
     backend.allocate_kv(1, 40, shape)
     out = []
@@ -234,7 +255,7 @@ def attend(backend: TorchBackend, shape: AttentionShape, steps: list[tuple[StepI
 @settings(deadline=None, max_examples=25 * FUZZ)
 @given(
     st.sampled_from([(1, 1), (3, 1), (9, 3), (4, 2), (8, 8), (14, 2)]), st.sampled_from([16, 48, 64]),
-    st.sampled_from([None, 1, 9, 33]), st.booleans(), st.sampled_from(["avx2", "portable"]), st.integers(0, 10**6),
+    st.sampled_from([None, 1, 9, 33]), st.booleans(), st.sampled_from(VARIANTS), st.integers(0, 10**6),
 )
 def test_attention_equals_its_twin(
     heads: tuple[int, int], dim: int, window: int | None, own: bool, variant: str, seed: int
@@ -256,6 +277,24 @@ def test_attention_equals_its_twin(
     got = attend(CpuBackend(Alone(), Library(variant), 2, OWN if own else EXACT), shape, given_rows)
     for a, b in zip(got, expected, strict=True):
         assert (a - b).abs().max() < (4e-3 if own else 1e-5)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("heads", [(9, 3), (2, 2), (7, 1)])
+def test_wider_vectors_attend_to_the_same_bits(heads: tuple[int, int], own: bool) -> None:
+    """Those of AVX-512 are those of AVX2: shards on different machines may share a model."""
+    rng = np.random.default_rng(9)
+    shape = AttentionShape(*heads, 48, None)
+    rows = torch.from_numpy(rng.normal(0, 1, (62, (heads[0] + 2 * heads[1]) * 48)).astype(np.float32))
+    ours = Sequence(62, [9, 2, 30, 4])
+    steps = [(step_of([], [(ours, 0, 61)]), rows[:61]), (step_of([(ours, 61)], []), rows[61:])]
+    given_bits = []
+    for variant in ("avx512", "avx2"):
+        library = Library(variant)
+        if library.variant != variant:
+            pytest.skip(f"this CPU has no {variant}")
+        given_bits.append(torch.cat(attend(CpuBackend(Alone(), library, 2, OWN if own else EXACT), shape, steps)))
+    assert torch.equal(*given_bits)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -311,7 +350,7 @@ def test_what_a_row_may_not_see_cannot_reach_it(library: Library) -> None:
 
 @settings(deadline=None, max_examples=40 * FUZZ)
 @given(
-    st.integers(1, 9), st.integers(1, 20000), st.sampled_from(["avx2", "portable"]), st.integers(1, 3), st.integers(0, 10**6)
+    st.integers(1, 9), st.integers(1, 20000), st.sampled_from(VARIANTS), st.integers(1, 3), st.integers(0, 10**6)
 )
 def test_passes_over_logits_equal_their_twins(rows: int, vocab: int, variant: str, threads: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)

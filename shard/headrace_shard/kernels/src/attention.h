@@ -3,8 +3,8 @@
 // A block holds, for each KV head, keys as [head_dim][16 tokens], so that 16 scores are summed side by side, and behind
 // them values as [16 tokens][head_dim]: with 64 float16 dimensions one page of memory.
 //
-// A tile is a few queries of one sequence times the heads that share a KV head: every key that is read serves up to six
-// rows. Keys that a row may not see weigh exactly nothing, so the tile does not change a result.
+// A tile is a few queries of one sequence times the heads that share a KV head: every key that is read serves as many rows
+// as the registers have sums for. Keys that a row may not see weigh exactly nothing, so the tile does not change a result.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,12 @@
 #include <vector>
 
 #include "pool.h"
-#include "simd.h"
+#include "simd16.h"
 #include "types.h"
 
 namespace headrace::VARIANT {
 
-constexpr int kAttentionRows = 6;
+constexpr int kAttentionRows = kSums;
 constexpr int kMaxHeadDim = 512;
 constexpr int kRun = 8;  // dimensions between prefetches; divides head_dim
 // Keys are taken in splits of a fixed size, whose results are added from the oldest to the newest: who computes which
@@ -115,24 +115,17 @@ void scores_of(const float* queries, const Split<T>& split, const Split<T>* next
     const T *keys = split.blocks[b], *values = keys + kBlock * dim;
     const T* ahead = next && b < next->count ? next->blocks[b] : nullptr;
     if (cold) ahead = split.blocks[std::min(b + 1, split.count - 1)];
-    F8 c[R][2];
-    UNROLL for (int r = 0; r < R; ++r) c[r][0] = c[r][1] = zero();
+    F16 c[R];
+    UNROLL for (int r = 0; r < R; ++r) c[r] = zero16();
     for (int run = 0; run < dim; run += kRun) {
       if (ahead) prefetch_run(ahead + run * kBlock, kRun * kBlock);
       if (cold) prefetch_run(values + run * kBlock, kRun * kBlock);
       for (int d = run; d < run + kRun; ++d) {
-        F8 k0 = load(keys + d * kBlock), k1 = load(keys + d * kBlock + 8);
-        UNROLL for (int r = 0; r < R; ++r) {
-          F8 x = all(queries[d * R + r]);
-          c[r][0] = fma(x, k0, c[r][0]);
-          c[r][1] = fma(x, k1, c[r][1]);
-        }
+        const F16 key = load16(keys + d * kBlock);
+        UNROLL for (int r = 0; r < R; ++r) c[r] = fma(all16(queries[d * R + r]), key, c[r]);
       }
     }
-    UNROLL for (int r = 0; r < R; ++r) {
-      store(scores + r * kSplitKeys + b * kBlock, c[r][0]);
-      store(scores + r * kSplitKeys + b * kBlock + 8, c[r][1]);
-    }
+    UNROLL for (int r = 0; r < R; ++r) store(scores + r * kSplitKeys + b * kBlock, c[r]);
   }
 }
 
@@ -152,13 +145,13 @@ inline void weigh(float* scores, int64_t length, int64_t begin, int64_t end, flo
   weight = sum(total);
 }
 
-// Columns column .. column + 8 N of all rows' sums of values.
+// Columns column .. column + 16 N of all rows' sums of values.
 template <int R, int N, class T>
 void mix(
     const Split<T>& split, const Split<T>* next, bool cold, int64_t keys, int dim, int column, const float* weights,
     float* out) {
-  F8 c[R][N];
-  UNROLL for (int r = 0; r < R; ++r) UNROLL for (int n = 0; n < N; ++n) c[r][n] = zero();
+  F16 c[R][N];
+  UNROLL for (int r = 0; r < R; ++r) UNROLL for (int n = 0; n < N; ++n) c[r][n] = zero16();
   for (int b = 0; b < split.count; ++b) {
     const T* values = split.blocks[b] + kBlock * dim + column;
     const T* ahead = next && column == 0 && b < next->count ? next->blocks[b] : nullptr;
@@ -167,23 +160,23 @@ void mix(
     for (int i = 0; i < count; ++i) {
       if (ahead && cold) prefetch_run(ahead + i * dim, dim);
       if (ahead) prefetch_run(ahead + (kBlock + i) * dim, dim);
-      F8 v[N];
-      UNROLL for (int n = 0; n < N; ++n) v[n] = load(values + i * dim + n * 8);
+      F16 v[N];
+      UNROLL for (int n = 0; n < N; ++n) v[n] = load16(values + i * dim + n * 16);
       UNROLL for (int r = 0; r < R; ++r) {
-        F8 x = all(p[r * kSplitKeys + i]);
+        const F16 x = all16(p[r * kSplitKeys + i]);
         UNROLL for (int n = 0; n < N; ++n) c[r][n] = fma(x, v[n], c[r][n]);
       }
     }
   }
   UNROLL for (int r = 0; r < R; ++r) {
-    UNROLL for (int n = 0; n < N; ++n) store(out + r * dim + column + n * 8, c[r][n]);
+    UNROLL for (int n = 0; n < N; ++n) store(out + r * dim + column + n * 16, c[r][n]);
   }
 }
 
 template <int R, class T>
-void attend(
+void attend_rows(
     const Rows& rows, const float* queries, const Split<T>& split, const Split<T>* next, bool cold, int dim, Sums& sums) {
-  alignas(32) float scores[R * kSplitKeys];
+  alignas(64) float scores[R * kSplitKeys];
   scores_of<R>(queries, split, next, cold, dim, scores);
   const int64_t base = split.first * kBlock, length = int64_t{split.count} * kBlock;
   int64_t keys = 0;
@@ -199,23 +192,22 @@ void attend(
   }
   int column = 0;
   float* out = sums.values.data();
-  if (R <= 3) {
-    for (; column + 32 <= dim; column += 32) mix<R, 4>(split, next, cold, keys, dim, column, scores, out);
+  if (4 * R <= kAttentionRows) {
+    for (; column + 64 <= dim; column += 64) mix<R, 4>(split, next, cold, keys, dim, column, scores, out);
   }
-  for (; column < dim; column += 16) mix<R, 2>(split, next, cold, keys, dim, column, scores, out);
+  if (2 * R <= kAttentionRows) {
+    for (; column + 32 <= dim; column += 32) mix<R, 2>(split, next, cold, keys, dim, column, scores, out);
+  }
+  for (; column < dim; column += 16) mix<R, 1>(split, next, cold, keys, dim, column, scores, out);
 }
 
-template <class T>
+template <class T, int R = kAttentionRows>
 void attend(
     const Rows& rows, const float* queries, const Split<T>& split, const Split<T>* next, bool cold, int dim, Sums& sums) {
-  switch (rows.count) {
-    case 1: return attend<1>(rows, queries, split, next, cold, dim, sums);
-    case 2: return attend<2>(rows, queries, split, next, cold, dim, sums);
-    case 3: return attend<3>(rows, queries, split, next, cold, dim, sums);
-    case 4: return attend<4>(rows, queries, split, next, cold, dim, sums);
-    case 5: return attend<5>(rows, queries, split, next, cold, dim, sums);
-    default: return attend<6>(rows, queries, split, next, cold, dim, sums);
+  if constexpr (R > 1) {
+    if (rows.count < R) return attend<T, R - 1>(rows, queries, split, next, cold, dim, sums);
   }
+  attend_rows<R>(rows, queries, split, next, cold, dim, sums);
 }
 
 // Adds the next split's sums of one row, [head_dim] values, to those of all splits before it.

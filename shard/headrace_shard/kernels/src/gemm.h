@@ -6,39 +6,36 @@
 
 namespace headrace::VARIANT {
 
-constexpr int kTileRows = 6;    // as many as the registers hold sums for
 constexpr int kBlockRows = 96;  // rows that stay in the cache while panels pass by
 
 template <int MR>
 void tile_of(const Matrix& matrix, int panel, const Activations& a, int64_t row, int64_t begin, int64_t count, float* out) {
-  const int64_t k = matrix.columns, groups = k / kGroup, first = row * k + begin, group = row * groups + begin / kGroup;
+  const int64_t k = matrix.columns;
   const uint8_t* w = matrix.panels + panel * matrix.panel_bytes() + matrix.panel_bytes() * begin / k;
+  const int64_t first = begin / kGroup * a.rows + row;  // the group of the row and column
   switch (matrix.format) {
     case kFloat32:
-      return float_tile<MR>(reinterpret_cast<const float*>(w), a.floats + first, k, count, out);
+      return float_tile<MR>(reinterpret_cast<const float*>(w), a.floats + row * k + begin, k, count, out);
     case kBFloat16:
-      return float_tile<MR>(reinterpret_cast<const Brain*>(w), a.floats + first, k, count, out);
+      return float_tile<MR>(reinterpret_cast<const Brain*>(w), a.floats + row * k + begin, k, count, out);
     case kFloat16:
-      return float_tile<MR>(reinterpret_cast<const uint16_t*>(w), a.floats + first, k, count, out);
+      return float_tile<MR>(reinterpret_cast<const uint16_t*>(w), a.floats + row * k + begin, k, count, out);
     case kInt8:
-      return int8_tile<MR>(w, a.words.data() + first, a.word_scales.data() + group, k, count, out);
+      return int8_tile<MR>(w, a.words.data() + first * kGroup, a.word_scales.data() + first, a.rows, count, out);
     case kInt4:
       return int4_tile<MR>(
-          w, a.bytes.data() + first, a.byte_scales.data() + group, a.byte_sums.data() + group, k, count, out);
+          w, a.bytes.data() + first * kGroup, a.byte_scales.data() + first, a.byte_sums.data() + first, a.rows, count, out);
   }
 }
 
 // out [rows, 16] of one run of a panel's columns.
-inline void run_tile(
+template <int MR = kSums>
+void run_tile(
     const Matrix& matrix, int panel, const Activations& a, int64_t row, int rows, int64_t begin, int64_t count, float* out) {
-  switch (rows) {
-    case 1: tile_of<1>(matrix, panel, a, row, begin, count, out); break;
-    case 2: tile_of<2>(matrix, panel, a, row, begin, count, out); break;
-    case 3: tile_of<3>(matrix, panel, a, row, begin, count, out); break;
-    case 4: tile_of<4>(matrix, panel, a, row, begin, count, out); break;
-    case 5: tile_of<5>(matrix, panel, a, row, begin, count, out); break;
-    default: tile_of<6>(matrix, panel, a, row, begin, count, out); break;
+  if constexpr (MR > 1) {
+    if (rows < MR) return run_tile<MR - 1>(matrix, panel, a, row, rows, begin, count, out);
   }
+  tile_of<MR>(matrix, panel, a, row, begin, count, out);
 }
 
 inline void add_bias(const Matrix& matrix, int panel, int rows, float* out) {
@@ -57,7 +54,7 @@ inline void add_tile(int rows, const float* x, float* out) {
 inline void tile(
     const Matrix& matrix, int panel, const Activations& a, int64_t row, int rows, float* out, float* other = nullptr) {
   const int64_t edges[] = {0, matrix.breaks[0], matrix.breaks[1], matrix.breaks[2], matrix.columns};
-  alignas(32) float half[kTileRows * kPanel], run[kTileRows * kPanel];
+  alignas(64) float half[kSums * kPanel], run[kSums * kPanel];
   float* const second = edges[2] == 0 ? out : other ? other : half;
   bool biased = false;
   for (int i = 0; i < 4; ++i) {
@@ -73,11 +70,10 @@ inline void tile(
   if (second == half && edges[2] < matrix.columns) add_tile(rows, half, out);
 }
 
-// Rows of the next tile when `left` remain: no tile of one or two rows beside full ones, they run at half the rate.
+// Rows of the next tile when `left` remain: all about equally tall, since short ones run at a lower rate.
 inline int tile_rows(int64_t left) {
-  if (left == 7 || left == 8) return 4;
-  if (left == 9) return 5;
-  return static_cast<int>(std::min<int64_t>(left, kTileRows));
+  const int64_t tiles = (left + kSums - 1) / kSums;
+  return static_cast<int>((left + tiles - 1) / tiles);
 }
 
 // Calls body(unit, row, rows) for every tile of `units` panels (or pairs of panels) and `rows` rows.
@@ -121,7 +117,7 @@ inline void linear(
       unit -= matrix->panel_count();
       column += matrix->rows;
     }
-    alignas(32) float y[kTileRows * kPanel], other[kTileRows * kPanel];
+    alignas(64) float y[kSums * kPanel], other[kSums * kPanel];
     tile(*matrix, unit, a, row, tall, y, matrix->apart ? other : nullptr);
     const int width = std::min(kPanel, matrix->rows - unit * kPanel);
     for (int i = 0; i < tall; ++i) {
@@ -131,9 +127,8 @@ inline void linear(
         for (int j = 0; j < width; ++j) out[at + j] = residual ? residual[at + j] + y[i * kPanel + j] : y[i * kPanel + j];
         continue;
       }
-      F8 y0 = load(y + i * kPanel), y1 = load(y + i * kPanel + 8);
-      store(out + at, residual ? add(load(residual + at), y0) : y0);
-      store(out + at + 8, residual ? add(load(residual + at + 8), y1) : y1);
+      const F16 product = load16(y + i * kPanel);
+      store(out + at, residual ? add(load16(residual + at), product) : product);
     }
   });
 }
@@ -150,7 +145,7 @@ inline void mlp(
   float* between = inner.data();
   prepare(x, rows, gate_up[0].columns, norm, gate_up, 2, a);
   each_tile(rows, gate_up[0].panel_count(), [&](int unit, int64_t row, int tall) {
-    alignas(32) float gate[kTileRows * kPanel], up[kTileRows * kPanel];
+    alignas(64) float gate[kSums * kPanel], up[kSums * kPanel];
     tile(gate_up[0], unit, a, row, tall, gate);
     tile(gate_up[1], unit, a, row, tall, up);
     const int64_t width = std::min<int64_t>(kPanel, stride - unit * kPanel);

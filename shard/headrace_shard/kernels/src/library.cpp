@@ -11,21 +11,43 @@ namespace headrace {
 namespace portable {
 extern const Kernels kernels;
 }
-#if HEADRACE_HAS_AVX2
+#if HEADRACE_X86
 namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
 extern const Kernels kernels;
 }
 #endif
 
 namespace {
 
+bool always() { return true; }
+
+#if HEADRACE_X86
 bool has_avx2() {
-#if HEADRACE_HAS_AVX2
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-  return false;
-#endif
 }
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+// From the best to the one that runs everywhere.
+struct Variant {
+  const char* name;
+  const Kernels* kernels;
+  bool (*runs)();
+};
+const Variant variants[] = {
+#if HEADRACE_X86
+    {"avx512", &avx512::kernels, has_avx512},
+    {"avx2", &avx2::kernels, has_avx2},
+#endif
+    {"portable", &portable::kernels, always},
+};
 
 const Kernels* chosen = &portable::kernels;
 
@@ -59,18 +81,21 @@ using namespace headrace;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Chooses the instruction set: "avx2", "portable", or the best one for "". Returns the name of what is used.
+// Chooses the instruction set of this name, or the best one for "". Returns the name of what is used, which is the best of
+// the lesser ones if this CPU does not have it.
 const char* headrace_use(const char* wanted) {
-#if HEADRACE_HAS_AVX2
-  if (has_avx2() && std::strcmp(wanted, "portable") != 0) {
-    chosen = &avx2::kernels;
-    return "avx2";
+  bool reached = *wanted == 0;
+  for (const Variant& variant : variants) {
+    reached = reached || std::strcmp(variant.name, wanted) == 0;
+    if (!reached || !variant.runs()) continue;
+    chosen = variant.kernels;
+    return variant.name;
   }
-#endif
-  (void)wanted;
-  chosen = &portable::kernels;
-  return "portable";
+  return "";
 }
+
+// Pairs of a query and a head that one tile of attention takes at best.
+int headrace_tile_rows() { return chosen->tile_rows; }
 
 void headrace_threads(int count) { set_threads(count); }
 

@@ -11,8 +11,10 @@
 namespace headrace::VARIANT {
 
 // Activations in the forms that the weights of one product ask for. Integer forms have a scale a group, so that a row
-// cut at a multiple of 32 rounds as the whole one does.
+// cut at a multiple of 32 rounds as the whole one does. Theirs are [groups, rows, 32], scales [groups, rows]: the rows of a
+// tile lie side by side.
 struct Activations {
+  int64_t rows;
   const float* floats;          // [rows, columns]
   std::vector<float> normed;    // what `floats` points to if there was a norm
   std::vector<int16_t> words;   // with int8 weights: 16 bits cost no more than 8 here, and lose next to nothing
@@ -57,28 +59,29 @@ inline void round_group(const float* x, float scale, int32_t* out) {
 #endif
 }
 
-inline void round_row_to_words(const float* x, int64_t columns, int16_t* out, float* scales) {
+// One row; `stride` is what lies between its groups, in groups.
+inline void round_row_to_words(const float* x, int64_t columns, int64_t stride, int16_t* out, float* scales) {
   int32_t whole[kGroup];
-  for (int64_t k = 0; k < columns; k += kGroup) {
+  for (int64_t k = 0; k < columns; k += kGroup, out += stride * kGroup, scales += stride) {
     const float most = group_largest(x + k);
-    scales[k / kGroup] = most / 32767.0f;
+    *scales = most / 32767.0f;
     round_group(x + k, most > kTiny ? 32767.0f / most : 0.0f, whole);
-    for (int i = 0; i < kGroup; ++i) out[k + i] = static_cast<int16_t>(whole[i]);
+    for (int i = 0; i < kGroup; ++i) out[i] = static_cast<int16_t>(whole[i]);
   }
 }
 
-inline void round_row_to_bytes(const float* x, int64_t columns, int8_t* out, float* scales, float* sums) {
+inline void round_row_to_bytes(const float* x, int64_t columns, int64_t stride, int8_t* out, float* scales, float* sums) {
   int32_t whole[kGroup];
-  for (int64_t k = 0; k < columns; k += kGroup) {
+  for (int64_t k = 0; k < columns; k += kGroup, out += stride * kGroup, scales += stride, sums += stride) {
     const float most = group_largest(x + k), scale = most / 127.0f;
     round_group(x + k, most > kTiny ? 127.0f / most : 0.0f, whole);
     int32_t total = 0;
     for (int i = 0; i < kGroup; ++i) {
-      out[k + i] = static_cast<int8_t>(whole[i]);
+      out[i] = static_cast<int8_t>(whole[i]);
       total += whole[i];
     }
-    scales[k / kGroup] = scale;
-    sums[k / kGroup] = scale * static_cast<float>(total);
+    *scales = scale;
+    *sums = scale * static_cast<float>(total);
   }
 }
 
@@ -88,6 +91,7 @@ inline void prepare(
   bool formats[kFormats] = {};
   for (int i = 0; i < count; ++i) formats[parts[i].format] = true;
   const int64_t groups = columns / kGroup;
+  made.rows = rows;
   auto room = [](auto& buffer, int64_t size) {
     if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
   };
@@ -103,19 +107,19 @@ inline void prepare(
     room(made.byte_sums, rows * groups);
   }
   if (!norm && !formats[kInt8] && !formats[kInt4]) return;
-  // A few rows are done sooner than another thread has noticed them.
-  const int64_t a_chunk = rows < 4 ? rows : std::max<int64_t>(1, rows / (4 * threads()));
+  // A few rows are done sooner than another thread has noticed them, and rows in one cache line are one thread's.
+  constexpr int64_t kLine = 16;
+  const int64_t a_chunk = std::max<int64_t>(kLine, (rows / (4 * threads()) + kLine - 1) / kLine * kLine);
   parallel(static_cast<int>((rows + a_chunk - 1) / a_chunk), [&](int chunk) {
     for (int64_t i = chunk * a_chunk; i < std::min(rows, (chunk + 1) * a_chunk); ++i) {
       if (norm) norm_row(x + i * columns, *norm, columns, made.normed.data() + i * columns);
       const float* row = made.floats + i * columns;
       if (formats[kInt8]) {
-        round_row_to_words(row, columns, made.words.data() + i * columns, made.word_scales.data() + i * groups);
+        round_row_to_words(row, columns, rows, made.words.data() + i * kGroup, made.word_scales.data() + i);
       }
       if (formats[kInt4]) {
         round_row_to_bytes(
-            row, columns, made.bytes.data() + i * columns, made.byte_scales.data() + i * groups,
-            made.byte_sums.data() + i * groups);
+            row, columns, rows, made.bytes.data() + i * kGroup, made.byte_scales.data() + i, made.byte_sums.data() + i);
       }
     }
   });

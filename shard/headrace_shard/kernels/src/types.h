@@ -90,6 +90,7 @@ struct Call {
 
 // The kernels of one instruction set.
 struct Kernels {
+  int32_t tile_rows;  // pairs of a query and a head that share what attention reads
   void (*linear)(
       const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out);
   void (*mlp)(

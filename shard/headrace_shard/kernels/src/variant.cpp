@@ -7,6 +7,6 @@
 namespace headrace::VARIANT {
 
 extern const Kernels kernels;
-const Kernels kernels{linear, mlp, pack, attention, scan, draw, mask, threshold};
+const Kernels kernels{kAttentionRows, linear, mlp, pack, attention, scan, draw, mask, threshold};
 
 }  // namespace headrace::VARIANT
