@@ -29,3 +29,12 @@ def cpu_model(cpuinfo: str) -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.machine()
+
+
+def cpu_flags(cpuinfo: str) -> frozenset[str]:
+    """The instruction sets in the text of /proc/cpuinfo, as Linux names them; none where it lists none."""
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()

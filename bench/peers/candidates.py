@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.machine import cpu_flags
 from bench.peers import environments
+from bench.peers.environments import Unavailable
 from bench.peers.models import Models
 from bench.peers.servers import Start
 
@@ -20,6 +22,7 @@ KV_TOKENS = 16384  # that a server has room for: 32 requests of 256 tokens, with
 SEQUENCES = 32
 SEQUENCE_TOKENS = 2048  # of each, where a server wants to know; its attention is faster over caches of their own
 _WRAPPED = "HTTP added by the benchmark"
+_BF16 = {"avx512_bf16", "amx_bf16"}  # flags of CPUs with arithmetic in bfloat16
 _TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 
 
@@ -60,13 +63,15 @@ def _llama_cpp(kind: str) -> Candidate:
     return Candidate(f"llama.cpp {kind}", "llama.cpp", weights, prepare, note)
 
 
-def _openvino(weights: str) -> Candidate:
+def _openvino(name: str, form: str, weights: str) -> Candidate:
+    """Left alone, it computes in bfloat16 where the CPU can, float32 weights too; int8 weights decode faster in float32."""
     def prepare(models: Models) -> Start:
-        python = environments.ensure("openvino").python
-        return _wrapped(python, "openvino_genai_server", models.openvino(weights), models)
+        if weights == "bf16" and not _BF16 & cpu_flags(Path("/proc/cpuinfo").read_text("utf-8")):
+            raise Unavailable("this CPU has no arithmetic in bfloat16")
+        start = _wrapped(environments.ensure("openvino").python, "openvino_genai_server", models.openvino(form), models)
+        return start if weights == "bf16" else replace(start, argv=(*start.argv, "--precision", "f32"))
 
-    dtype = "float32" if weights == "fp32" else weights
-    return Candidate(f"OpenVINO GenAI {weights}", "openvino", dtype, prepare, _WRAPPED)
+    return Candidate(f"OpenVINO GenAI {name}", "openvino", weights, prepare, _WRAPPED)
 
 
 def _ctranslate2(models: Models) -> Start:
@@ -114,7 +119,7 @@ def _vllm(models: Models) -> Start:
 
 PEERS = (
     _llama_cpp("Q4_1"), _llama_cpp("Q4_0"), _llama_cpp("Q8_0"), _llama_cpp("F32"),
-    _openvino("fp32"), _openvino("int8"),
+    _openvino("fp32", "fp32", "float32"), _openvino("bf16", "fp32", "bf16"), _openvino("int8", "int8", "int8"),
     Candidate("transformers fp32", "transformers", "float32", _transformers, f"generate, static batch; {_WRAPPED}"),
     Candidate("CTranslate2 fp32", "ctranslate2", "float32", _ctranslate2, f"static batch; {_WRAPPED}"),
     Candidate("vLLM fp32", "vllm", "float32", _vllm),

@@ -18,13 +18,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.machine import cpu_model
+from bench.machine import cpu_flags, cpu_model
 from headrace_launcher.private import cache_root, locked
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 INSTALL_SECONDS = 1200.0
 BUILD_SECONDS = 3600.0
 _COMPLETE = ".complete"  # the file that a finished environment has
+_OFF = ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI",
+        "LLAMA_OPENSSL", "BUILD_SHARED_LIBS")
+_LLAMA_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in _OFF))
+# Older GCCs (12.2) take ldtilecfg to read 8 bytes, and drop the rest of the 64-byte tile configuration: AMX faults at once.
+_AMX_FILE = "ggml/src/ggml-cpu/amx/mmq.cpp"
+_AMX_FIX = ("_tile_loadconfig(&tc);", '__asm__ volatile("ldtilecfg %0" :: "m"(tc));')
 
 
 class Unavailable(Exception):
@@ -93,8 +99,9 @@ def ensure_llama_server(source: str) -> Environment:
         Unavailable: there is no compiler, or it fails.
     """
     file = REQUIREMENTS / "llama.cpp.txt"
-    cpu = cpu_model(Path("/proc/cpuinfo").read_text("utf-8"))
-    folder = peers_cache() / key("llama.cpp", file.read_text("utf-8"), f"{source} {cpu}")
+    cpuinfo = Path("/proc/cpuinfo").read_text("utf-8")
+    cpu = (cpu_model(cpuinfo), *sorted(cpu_flags(cpuinfo)))  # a virtual machine's model name says little
+    folder = peers_cache() / key("llama.cpp", file.read_text("utf-8"), repr((source, cpu, _LLAMA_OPTIONS, _AMX_FIX)))
     with locked(folder.parent / f".{folder.name}.lock", say):
         if not (folder / _COMPLETE).exists():
             if shutil.which("c++") is None and shutil.which("g++") is None:
@@ -113,14 +120,11 @@ def _build_llama_server(folder: Path, source: str) -> None:
     _pip(folder, ("download", "--no-deps", "--no-binary", ":all:", "-d", str(tree), source))
     archive = next(tree.glob("*.tar.gz"))
     run_bounded(("tar", "xzf", str(archive), "-C", str(tree), "--strip-components=1"), INSTALL_SECONDS)
-    cmake, build = str(folder / "bin/cmake"), str(tree / "build")
-    off = ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI",
-           "LLAMA_OPENSSL", "BUILD_SHARED_LIBS")
-    run_bounded(
-        (cmake, "-S", str(tree / "vendor/llama.cpp"), "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={folder}/bin/ninja",
-         "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in off)),
-        INSTALL_SECONDS,
-    )
+    llama, cmake, build = tree / "vendor/llama.cpp", str(folder / "bin/cmake"), str(tree / "build")
+    amx = llama / _AMX_FILE
+    amx.write_text(amx.read_text("utf-8").replace(*_AMX_FIX), "utf-8")
+    ninja = f"-DCMAKE_MAKE_PROGRAM={folder}/bin/ninja"
+    run_bounded((cmake, "-S", str(llama), "-B", build, "-G", "Ninja", ninja, *_LLAMA_OPTIONS), INSTALL_SECONDS)
     jobs = str(len(os.sched_getaffinity(0)))
     programs = ("llama-server", "llama-quantize")
     run_bounded((cmake, "--build", build, "-j", jobs, "--target", *programs), BUILD_SECONDS)

@@ -126,12 +126,12 @@ def _run(engine: Engine, waiting: queue.SimpleQueue[Stream]) -> None:
         os._exit(1)
 
 
-def arguments(doc: str) -> argparse.Namespace:
-    """--model, --tokenizer, --port, --threads."""
+def options(doc: str) -> argparse.ArgumentParser:
+    """Of every engine: --model, --tokenizer, --port, --threads."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of the engine's model")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of tokenizer.json")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
-    return parser.parse_args()
+    return parser
 

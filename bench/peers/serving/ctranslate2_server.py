@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import ctranslate2
 from tokenizers import Tokenizer
 
-from bench.peers.serving.completions import StaticBatches, arguments, serve
+from bench.peers.serving.completions import StaticBatches, options, serve
 
 
 def main() -> None:
     """Load the model and serve it."""
-    given = arguments(__doc__ or "")
+    given = options(__doc__ or "").parse_args()
     tokenizer = Tokenizer.from_file(str(given.tokenizer / "tokenizer.json"))
     generator = ctranslate2.Generator(
         str(given.model), device="cpu", compute_type="float32", intra_threads=given.threads, inter_threads=1

@@ -10,7 +10,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from bench.peers.serving.completions import Stream, arguments, serve
+from bench.peers.serving.completions import Stream, options, serve
 
 KV_GIB = 1  # 32 sequences of 256 tokens need 0.4
 MAX_STEP_TOKENS = 512
@@ -19,16 +19,15 @@ MAX_STEP_TOKENS = 512
 class Pipeline:
     """Steps the pipeline as long as it has requests; new ones join between two steps."""
 
-    def __init__(self, model: Path, threads: int) -> None:
+    def __init__(self, model: Path, threads: int, precision: str | None) -> None:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = KV_GIB
         scheduler.max_num_batched_tokens = MAX_STEP_TOKENS
         scheduler.max_num_seqs = 256
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = False
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
-            str(model), scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads}
-        )
+        properties = {"INFERENCE_NUM_THREADS": threads} | ({"INFERENCE_PRECISION_HINT": precision} if precision else {})
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(model), scheduler, "CPU", properties)
         self._running: dict[Stream, Any] = {}  # the handle of its request
         self._added = 0
 
@@ -56,5 +55,7 @@ class Pipeline:
 
 
 if __name__ == "__main__":
-    given = arguments(__doc__)
-    serve(Pipeline(given.model, given.threads), given.tokenizer, given.port)
+    parser = options(__doc__)
+    parser.add_argument("--precision", help="of the arithmetic; without it the engine takes the CPU's fastest")
+    given = parser.parse_args()
+    serve(Pipeline(given.model, given.threads, given.precision), given.tokenizer, given.port)

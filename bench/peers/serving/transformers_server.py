@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from bench.peers.serving.completions import StaticBatches, arguments, serve
+from bench.peers.serving.completions import StaticBatches, options, serve
 
 
 class Steps(BaseStreamer):  # type: ignore[misc]  # the package has no types here
@@ -33,7 +33,7 @@ class Steps(BaseStreamer):  # type: ignore[misc]  # the package has no types her
 
 def main() -> None:
     """Load the model and serve it."""
-    given = arguments(__doc__ or "")
+    given = options(__doc__ or "").parse_args()
     torch.set_num_threads(given.threads)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, attn_implementation="sdpa").eval()
     model.generation_config.eos_token_id = None  # end tokens do not end it

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from bench.figures import Figure, Result, recorded, short, table
-from bench.machine import cpu_model
+from bench.machine import cpu_flags, cpu_model
 from bench.startup import breakdown
 
 MORE = Figure("rate", "tokens/s", 60_000.4, at_least=57_600)
@@ -48,6 +48,12 @@ def test_records(tmp_path: Path) -> None:
 def test_cpu_model() -> None:
     assert cpu_model("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n") == "Some CPU @ 2 GHz"
     assert cpu_model("processor\t: 0\n")
+
+
+def test_cpu_flags() -> None:
+    assert cpu_flags("model name\t: Some CPU\nflags\t\t: fpu avx2\n\nflags\t\t: fpu avx2\n") == {"fpu", "avx2"}
+    assert cpu_flags("Features\t: fp asimd\n") == {"fp", "asimd"}
+    assert cpu_flags("processor\t: 0\n") == frozenset()
 
 
 def test_breakdown() -> None:

@@ -68,6 +68,38 @@ def test_torch_comes_first_with_what_it_needs(monkeypatch: pytest.MonkeyPatch, t
     assert "transformers==" in rest.read_text()
 
 
+def test_llama_cpp_is_compiled_from_a_corrected_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[tuple[str, ...]] = []
+    sources: list[str] = []
+
+    def record(command: tuple[str, ...], seconds: float) -> None:
+        commands.append(command)
+        if command[2] == "venv":
+            (Path(command[3]) / "bin").mkdir(parents=True)
+        elif command[2] == "pip" and "download" in command:
+            tree = Path(command[command.index("-d") + 1])
+            (tree / "llama.tar.gz").touch()
+            amx = tree / "vendor/llama.cpp" / environments._AMX_FILE
+            amx.parent.mkdir(parents=True)
+            amx.write_text("    _tile_loadconfig(&tc);\n")
+        elif "--build" in command:
+            build = Path(command[2])
+            sources.append((build.parent / "vendor/llama.cpp" / environments._AMX_FILE).read_text())
+            (build / "bin").mkdir(parents=True)
+            for program in command[command.index("--target") + 1 :]:
+                (build / "bin" / program).touch()
+
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(environments, "run_bounded", record)
+    first = environments.ensure_llama_server("llama-cpp-python==1")
+    assert sources == ['    __asm__ volatile("ldtilecfg %0" :: "m"(tc));\n']
+    assert {path.name for path in (first.folder / "bin").iterdir()} == {"llama-server", "llama-quantize"}
+    assert len([command for command in commands if "-DGGML_NATIVE=ON" in command]) == 1
+    monkeypatch.setattr(environments, "_AMX_FIX", ("a", "b"))
+    assert environments.ensure_llama_server("llama-cpp-python==1") != first
+
+
 def test_an_interrupted_environment_is_made_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(command: tuple[str, ...], seconds: float) -> None:
         if command[2] == "venv":
