@@ -99,11 +99,8 @@ void each_tile(int64_t rows, int units, const F& body) {
 }
 
 // out [rows, outputs of all matrices]; where these keep the halves of their products apart, [2, rows, outputs].
-inline void linear(
-    const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out) {
-  static thread_local Activations made;
-  Activations& a = made;  // a thread_local of the caller, which other threads read
-  prepare(x, rows, parts[0].columns, norm, parts, count, a);
+inline void multiply(const Activations& a, const Matrix* parts, int count, const float* residual, float* out) {
+  const int64_t rows = a.rows;
   int units = 0;
   int64_t stride = 0;
   for (int i = 0; i < count; ++i) {
@@ -133,37 +130,48 @@ inline void linear(
   });
 }
 
+inline void linear(
+    const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out) {
+  static thread_local Activations made;
+  Activations& a = made;  // a thread_local of the caller, which other threads read
+  prepare(x, rows, norm, parts, count, a);
+  multiply(a, parts, count, residual, out);
+}
+
 // out = [residual +] down(silu(gate) * up); gate and up are equally large.
 inline void mlp(
     const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual,
     float* out) {
-  static thread_local Activations made;
-  static thread_local std::vector<float> inner;
-  Activations& a = made;
+  static thread_local Activations made, between;
+  static thread_local std::vector<float> values;
+  Activations &a = made, &b = between;
   const int64_t stride = gate_up[0].rows;
-  if (static_cast<int64_t>(inner.size()) < rows * stride) inner.resize(rows * stride);
-  float* between = inner.data();
-  prepare(x, rows, gate_up[0].columns, norm, gate_up, 2, a);
-  each_tile(rows, gate_up[0].panel_count(), [&](int unit, int64_t row, int tall) {
-    alignas(64) float gate[kSums * kPanel], up[kSums * kPanel];
-    tile(gate_up[0], unit, a, row, tall, gate);
-    tile(gate_up[1], unit, a, row, tall, up);
-    const int64_t width = std::min<int64_t>(kPanel, stride - unit * kPanel);
+  prepare(x, rows, norm, gate_up, 2, a);
+  make_room(rows, down, 1, b);
+  const bool rounded = b.in_words || b.in_bytes;
+  if (!rounded && static_cast<int64_t>(values.size()) < rows * stride) values.resize(rows * stride);
+  float* const floats = values.data();
+  b.floats = floats;
+  // A group of the columns between is made, and rounded, where its sums are.
+  each_tile(rows, static_cast<int>((stride + kGroup - 1) / kGroup), [&](int unit, int64_t row, int tall) {
+    alignas(64) float gate[kSums * kPanel], up[kSums * kPanel], inner[kSums][kGroup];
+    const int64_t width = std::min<int64_t>(kGroup, stride - unit * kGroup);
+    for (int half = 0; half * kPanel < width; ++half) {
+      tile(gate_up[0], 2 * unit + half, a, row, tall, gate);
+      tile(gate_up[1], 2 * unit + half, a, row, tall, up);
+      for (int i = 0; i < tall; ++i) {
+        store(inner[i] + half * kPanel, mul(silu(load16(gate + i * kPanel)), load16(up + i * kPanel)));
+      }
+    }
     for (int i = 0; i < tall; ++i) {
-      float* to = between + (row + i) * stride + unit * kPanel;
-      for (int j = 0; j < kPanel; j += 8) {
-        F8 y = mul(silu(load(gate + i * kPanel + j)), load(up + i * kPanel + j));
-        if (j + 8 <= width) {
-          store(to + j, y);
-        } else {
-          float edge[8];
-          store(edge, y);
-          for (int64_t rest = j; rest < width; ++rest) to[rest] = edge[rest - j];
-        }
+      if (rounded) {
+        put_group(inner[i], unit, row + i, b);
+      } else {
+        std::memcpy(floats + (row + i) * stride + unit * kGroup, inner[i], sizeof(float) * width);
       }
     }
   });
-  linear(between, rows, nullptr, down, 1, residual, out);
+  multiply(b, down, 1, residual, out);
 }
 
 }  // namespace headrace::VARIANT

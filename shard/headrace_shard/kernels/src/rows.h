@@ -15,11 +15,12 @@ namespace headrace::VARIANT {
 // tile lie side by side.
 struct Activations {
   int64_t rows;
+  bool in_words, in_bytes;      // with int8 weights: 16 bits cost no more than 8 here, and lose next to nothing; with int4
   const float* floats;          // [rows, columns]
   std::vector<float> normed;    // what `floats` points to if there was a norm
-  std::vector<int16_t> words;   // with int8 weights: 16 bits cost no more than 8 here, and lose next to nothing
+  std::vector<int16_t> words;
   std::vector<float> word_scales;
-  std::vector<int8_t> bytes;    // with int4 weights
+  std::vector<int8_t> bytes;
   std::vector<float> byte_scales;
   std::vector<float> byte_sums; // scale times the sum of the group, for the weights' minima
 };
@@ -59,68 +60,74 @@ inline void round_group(const float* x, float scale, int32_t* out) {
 #endif
 }
 
-// One row; `stride` is what lies between its groups, in groups.
-inline void round_row_to_words(const float* x, int64_t columns, int64_t stride, int16_t* out, float* scales) {
+inline void round_to_words(const float* x, int16_t* out, float* scale) {
   int32_t whole[kGroup];
-  for (int64_t k = 0; k < columns; k += kGroup, out += stride * kGroup, scales += stride) {
-    const float most = group_largest(x + k);
-    *scales = most / 32767.0f;
-    round_group(x + k, most > kTiny ? 32767.0f / most : 0.0f, whole);
-    for (int i = 0; i < kGroup; ++i) out[i] = static_cast<int16_t>(whole[i]);
+  const float most = group_largest(x);
+  round_group(x, most > kTiny ? 32767.0f / most : 0.0f, whole);
+  for (int i = 0; i < kGroup; ++i) out[i] = static_cast<int16_t>(whole[i]);
+  *scale = most / 32767.0f;
+}
+
+inline void round_to_bytes(const float* x, int8_t* out, float* scale, float* sum) {
+  int32_t whole[kGroup];
+  const float most = group_largest(x);
+  round_group(x, most > kTiny ? 127.0f / most : 0.0f, whole);
+  int32_t total = 0;
+  for (int i = 0; i < kGroup; ++i) {
+    out[i] = static_cast<int8_t>(whole[i]);
+    total += whole[i];
+  }
+  *scale = most / 127.0f;
+  *sum = *scale * static_cast<float>(total);
+}
+
+// Makes room for the integer forms that a product of `rows` rows with the matrices of `parts` wants.
+inline void make_room(int64_t rows, const Matrix* parts, int count, Activations& made) {
+  auto room = [](auto& buffer, int64_t size) {
+    if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
+  };
+  auto wanted = [&](Format format) {
+    return std::any_of(parts, parts + count, [&](const Matrix& part) { return part.format == format; });
+  };
+  const int64_t groups = parts[0].columns / kGroup;
+  made.rows = rows;
+  made.in_words = wanted(kInt8);
+  made.in_bytes = wanted(kInt4);
+  if (made.in_words) {
+    room(made.words, rows * groups * kGroup);
+    room(made.word_scales, rows * groups);
+  }
+  if (made.in_bytes) {
+    room(made.bytes, rows * groups * kGroup);
+    room(made.byte_scales, rows * groups);
+    room(made.byte_sums, rows * groups);
   }
 }
 
-inline void round_row_to_bytes(const float* x, int64_t columns, int64_t stride, int8_t* out, float* scales, float* sums) {
-  int32_t whole[kGroup];
-  for (int64_t k = 0; k < columns; k += kGroup, out += stride * kGroup, scales += stride, sums += stride) {
-    const float most = group_largest(x + k), scale = most / 127.0f;
-    round_group(x + k, most > kTiny ? 127.0f / most : 0.0f, whole);
-    int32_t total = 0;
-    for (int i = 0; i < kGroup; ++i) {
-      out[i] = static_cast<int8_t>(whole[i]);
-      total += whole[i];
-    }
-    *scales = scale;
-    *sums = scale * static_cast<float>(total);
+// Writes a group of a row, 32 values, in the forms that are wanted.
+inline void put_group(const float* x, int64_t group, int64_t row, Activations& made) {
+  const int64_t at = group * made.rows + row;
+  if (made.in_words) round_to_words(x, made.words.data() + at * kGroup, made.word_scales.data() + at);
+  if (made.in_bytes) {
+    round_to_bytes(x, made.bytes.data() + at * kGroup, made.byte_scales.data() + at, made.byte_sums.data() + at);
   }
 }
 
 // Fills `made` for a product of x [rows, columns] with the matrices of `parts`.
-inline void prepare(
-    const float* x, int64_t rows, int64_t columns, const Norm* norm, const Matrix* parts, int count, Activations& made) {
-  bool formats[kFormats] = {};
-  for (int i = 0; i < count; ++i) formats[parts[i].format] = true;
-  const int64_t groups = columns / kGroup;
-  made.rows = rows;
-  auto room = [](auto& buffer, int64_t size) {
-    if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
-  };
-  if (norm) room(made.normed, rows * columns);
+inline void prepare(const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, Activations& made) {
+  const int64_t columns = parts[0].columns;
+  make_room(rows, parts, count, made);
+  if (norm && static_cast<int64_t>(made.normed.size()) < rows * columns) made.normed.resize(rows * columns);
   made.floats = norm ? made.normed.data() : x;
-  if (formats[kInt8]) {
-    room(made.words, rows * columns);
-    room(made.word_scales, rows * groups);
-  }
-  if (formats[kInt4]) {
-    room(made.bytes, rows * columns);
-    room(made.byte_scales, rows * groups);
-    room(made.byte_sums, rows * groups);
-  }
-  if (!norm && !formats[kInt8] && !formats[kInt4]) return;
+  const int64_t groups = made.in_words || made.in_bytes ? columns / kGroup : 0;
+  if (!norm && groups == 0) return;
   // A few rows are done sooner than another thread has noticed them, and rows in one cache line are one thread's.
   constexpr int64_t kLine = 16;
   const int64_t a_chunk = std::max<int64_t>(kLine, (rows / (4 * threads()) + kLine - 1) / kLine * kLine);
   parallel(static_cast<int>((rows + a_chunk - 1) / a_chunk), [&](int chunk) {
     for (int64_t i = chunk * a_chunk; i < std::min(rows, (chunk + 1) * a_chunk); ++i) {
       if (norm) norm_row(x + i * columns, *norm, columns, made.normed.data() + i * columns);
-      const float* row = made.floats + i * columns;
-      if (formats[kInt8]) {
-        round_row_to_words(row, columns, rows, made.words.data() + i * kGroup, made.word_scales.data() + i);
-      }
-      if (formats[kInt4]) {
-        round_row_to_bytes(
-            row, columns, rows, made.bytes.data() + i * kGroup, made.byte_scales.data() + i, made.byte_sums.data() + i);
-      }
+      for (int64_t g = 0; g < groups; ++g) put_group(made.floats + i * columns + g * kGroup, g, i, made);
     }
   });
 }

@@ -146,22 +146,4 @@ inline F8 zero_unless_above(F8 value, F8 x, F8 bound) { HEADRACE_EACH(x.v[i] <= 
 
 #endif
 
-// exp by range reduction and a polynomial of degree 5 (Cephes, expf.c): relative error below 2e-7.
-inline F8 exp(F8 given) {
-  F8 x = min(all(88.3f), max(all(kExpLow), given));  // the constant first: a NaN goes through
-  F8 whole = nearest(mul(x, all(1.44269504088896341f)));
-  x = fma(whole, all(-0.693359375f), x);
-  x = fma(whole, all(2.12194440e-4f), x);
-  F8 y = all(1.9875691500e-4f);
-  y = fma(y, x, all(1.3981999507e-3f));
-  y = fma(y, x, all(8.3334519073e-3f));
-  y = fma(y, x, all(4.1665795894e-2f));
-  y = fma(y, x, all(1.6666665459e-1f));
-  y = fma(y, x, all(5.0000001201e-1f));
-  y = fma(y, mul(x, x), add(x, all(1.0f)));
-  return zero_unless_above(mul(y, two_to(whole)), given, all(kExpLow));
-}
-
-inline F8 silu(F8 x) { return div(x, add(all(1.0f), exp(sub(zero(), x)))); }
-
 }  // namespace headrace::VARIANT

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "pool.h"
-#include "simd.h"
+#include "simd16.h"
 #include "types.h"
 
 namespace headrace::VARIANT {
