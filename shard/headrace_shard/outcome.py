@@ -10,7 +10,7 @@ from headrace_shard.calls import BatchTable
 from headrace_shard.grammar import steps as grammar_steps
 from headrace_shard.grammar.compiler import GrammarCompiler
 from headrace_shard.kv.blocks import BLOCK_SIZE
-from headrace_shard.requests import EOS_TOKEN, ERROR, LENGTH, STOP_TOKEN, Detail
+from headrace_shard.requests import EOS_TOKEN, ERROR, LENGTH, STOP_TOKEN, UNFINISHED, Detail
 from headrace_shard.sampling.sampler import Choice
 from headrace_shard.scheduler import Plan
 from headrace_shard.step import Ints
@@ -38,9 +38,12 @@ class Outcome:
         rows, table = self._rows, self._table
         known = {slot: int(rows.known[slot]) for slot in rows.constraints}
         rows.computed[plan.slots] += plan.counts
-        self._store(np.setdiff1d(plan.slots, plan.sampled[choice.failed]))
-        right = dict.fromkeys(plan.sampled[plan.rounds == 1].tolist(), 0)
-        np.add.at(rows.drafted, plan.sampled[plan.rounds > 0], 1)
+        failed = plan.sampled[choice.failed]
+        self._store(np.setdiff1d(plan.slots, failed) if len(failed) else plan.slots)
+        right: dict[int, int] = {}
+        if plan.draft_tokens:
+            right = dict.fromkeys(plan.sampled[plan.rounds == 1].tolist(), 0)
+            np.add.at(rows.drafted, plan.sampled[plan.rounds > 0], 1)
         at = np.nonzero(plan.rounds == 0)[0]
         going = self._append(plan, choice, at)
         while right and len(at):
@@ -91,12 +94,12 @@ class Outcome:
         """Append the choices `at` to their rows, one each; returns which of the rows go on."""
         rows, table = self._rows, self._table
         slots, tokens, failed = plan.sampled[at], choice.tokens[at], choice.failed[at]
-        rows.tokens[slots, np.minimum(rows.known[slots], rows.max_tokens - 1)] = tokens
-        rows.known[slots] += 1
-        generated = rows.known[slots] - rows.prompt[slots]
+        known = rows.known[slots] + 1
+        rows.tokens[slots, np.minimum(known, rows.max_tokens) - 1] = tokens
+        rows.known[slots] = known
+        generated = known - rows.prompt[slots]
         eos = self._is_eos[tokens] & rows.ends_at_eos[slots]
-        full = (generated >= rows.max_new[slots]) | (rows.known[slots] >= rows.max_tokens)
-        reasons = np.where(failed, ERROR, np.where(eos, EOS_TOKEN, np.where(full, LENGTH, 0)))
+        full = (generated >= rows.max_new[slots]) | (known >= rows.max_tokens)
         ids, owners, logprobs = rows.ids[slots], rows.batch[slots], choice.logprobs[at]
         for batch in table.at_work():
             mine = np.nonzero((owners == batch.id) & ~failed)[0]
@@ -108,10 +111,11 @@ class Outcome:
                 if batch.call.waiting:
                     batch.call.waiting.difference_update(slots[mine].tolist())
         reused = (rows.cached[slots] > 0) & (generated == 1)
-        going = np.array(reasons == 0, dtype=np.bool_)
-        for i in np.nonzero((reasons > 0) | reused | rows.special[slots])[0].tolist():
-            going[i] = not self._detail(int(slots[i]), int(tokens[i]), int(reasons[i]), choice.top.get(int(at[i])))
-        return going
+        ended = failed | eos | full
+        for i in np.nonzero(ended | reused | rows.special[slots])[0].tolist():
+            reason = ERROR if failed[i] else EOS_TOKEN if eos[i] else LENGTH if full[i] else UNFINISHED
+            ended[i] = self._detail(int(slots[i]), int(tokens[i]), reason, choice.top.get(int(at[i])))
+        return ~ended
 
     def _detail(self, slot: int, token: int, reason: int, top: tuple[list[int], list[float]] | None) -> bool:
         """More about one row that asked for it or has ended; frees the row if it has, and says so."""

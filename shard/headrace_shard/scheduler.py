@@ -78,9 +78,12 @@ class Scheduler:
         decoding = rows.known[slots] - rows.computed[slots] == 1
         decode = self._with_room(slots[decoding], working)
         prompts = [int(s) for s in slots[~decoding] if rows.requests[s] is not None]
-        chunks = self._chunks(prompts, self._budget(ready, len(decode)), working, starving=not len(decode))
-        # While prompts wait, the budget is theirs.
-        drafts = {} if prompts else self._drafts(decode)
+        chunks: list[tuple[int, int]] = []
+        drafts: dict[int, int] = {}
+        if prompts:  # while they wait, the budget is theirs
+            chunks = self._chunks(prompts, self._budget(ready, len(decode)), working, starving=not len(decode))
+        else:
+            drafts = self._drafts(decode)
         return build(rows, decode, chunks, drafts) if len(decode) or chunks else None
 
     def _drafts(self, decode: Ints) -> dict[int, int]:
@@ -102,6 +105,8 @@ class Scheduler:
         """The decode rows that have a place for their next token; others sit out."""
         rows = self._rows
         lacking = decode[rows.computed[decode] >= rows.held[decode].astype(np.int64) * BLOCK_SIZE]
+        if not len(lacking):
+            return decode
         for slot in lacking.tolist():
             while rows.requests[slot] is not None and not self._grow(slot, int(rows.known[slot])):
                 if not self._preempt_one(working):
@@ -116,7 +121,7 @@ class Scheduler:
         """
         rows, chunks = self._rows, []
         coming: set[bytes] = set()  # keys of the blocks that this step computes
-        oldest = min(prompts, key=lambda slot: int(rows.order[slot]), default=-1)
+        oldest = min(prompts, key=lambda slot: int(rows.order[slot]))
         kept = budget // OLDEST
         for slot in prompts:
             if slot == oldest:

@@ -91,11 +91,13 @@ class Speculation:
             room: draft tokens of all together; also the tokens that a pass of the draft model takes in.
             grow: gives a row KV blocks for so many tokens, if there are.
         """
+        if not self.most:
+            return {}
         begin = time.perf_counter()
         counts: dict[int, int] = {}
         wishes: dict[int, Wish] = {}
         left, price = room, pace.draft_price() * len(slots)
-        for slot in slots.tolist() if self.most else ():
+        for slot in slots.tolist():
             known, constraint = self._known(slot), self._rows.constraints.get(slot)
             most = min(left, self.most, self._rows.tokens_left(slot) - 1, self._rows.max_tokens - known - 1)
             if most < 1 or (constraint is not None and constraint.late):

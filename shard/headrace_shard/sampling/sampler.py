@@ -45,10 +45,11 @@ class Choice:
 
 def choose(logits: torch.Tensor, rows: Sequence[Row], passes: Passes) -> Choice:
     """One token for each row of logits [rows, vocab], float32. What a grammar forbids becomes -inf in `logits`."""
-    tokens, log_total = passes.scan(logits)
-    failed = ~log_total.isfinite()
-    if bool(failed.any()):
-        logits = torch.where(failed[:, None], 0.0, logits)
+    best, log_total = passes.scan(logits)
+    tokens, totals = best.cpu().numpy(), log_total.cpu().numpy()  # few rows of numbers: numpy's calls cost less than torch's
+    failed = ~np.isfinite(totals)
+    if failed.any():
+        logits = torch.where(torch.from_numpy(failed).to(logits.device)[:, None], 0.0, logits)
     top = _top(logits, log_total, rows)
     moved = [i for i, (row, best) in enumerate(zip(rows, tokens.tolist(), strict=True)) if not _stays(row, best)]
     bound = [(i, allowed) for i in moved if (allowed := rows[i].allowed) is not None]
@@ -61,15 +62,21 @@ def choose(logits: torch.Tensor, rows: Sequence[Row], passes: Passes) -> Choice:
             changed[i] = logits[i].clone()
             process(changed[i], row.params, row.prompt, row.output, row.forbidden)
         if not row.params.sampled:
-            tokens[i] = changed.get(i, logits[i]).argmax()
+            tokens[i] = int(changed.get(i, logits[i]).argmax())
     drawn = [i for i, row in enumerate(rows) if row.params.sampled]
     if drawn:
         scores = logits
         if changed or len(drawn) < len(rows):
             scores = torch.stack([changed.get(i, logits[i]) for i in drawn])
-        tokens[torch.tensor(drawn, device=logits.device)] = _draw(scores, [rows[i] for i in drawn], passes)
-    logprobs = logits.gather(1, tokens[:, None])[:, 0] - log_total
-    return Choice(tokens.cpu().numpy(), logprobs.cpu().numpy(), failed.cpu().numpy(), top)
+        tokens[drawn] = _draw(scores, [rows[i] for i in drawn], passes).cpu().numpy()
+    return Choice(tokens, _picked(logits, tokens) - totals, failed, top)
+
+
+def _picked(logits: torch.Tensor, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """[rows] the logit of each row's token."""
+    if logits.device.type == "cpu":
+        return logits.numpy()[np.arange(len(tokens)), tokens]
+    return logits.gather(1, torch.from_numpy(tokens).to(logits.device)[:, None])[:, 0].cpu().numpy()
 
 
 def _stays(row: Row, best: int) -> bool:

@@ -6,6 +6,8 @@ sixteen rows at a time, does the others. Layouts: ggml's `block_q4_0`, `block_q4
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +24,7 @@ def type_name(kind: int) -> str:
     return str(GGMLQuantizationType(kind).name)
 
 
+@functools.cache
 def block_layout(kind: int) -> tuple[int, int]:
     """(values, bytes) of one block of a GGUF tensor type.
 
