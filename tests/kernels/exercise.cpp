@@ -242,7 +242,7 @@ void callers() {
 
 int main(int, char** arguments) {
   const int rounds = std::atoi(arguments[1]);
-  for (const char* variant : {"avx512", "avx2", "portable"}) {
+  for (const char* variant : {"amx", "avx512", "avx2", "portable"}) {
     std::printf("%s as %s\n", variant, headrace_use(variant));
     for (int i = 0; i < rounds; ++i) {
       products();

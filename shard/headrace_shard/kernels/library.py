@@ -78,8 +78,8 @@ class Library:
         """Load the library, compiling it first if these sources have not been.
 
         Args:
-            variant: the instruction set, "avx512", "avx2" or "portable"; "" for the best that this CPU has. It holds for the
-                process. Where the CPU does not have it, the next one that it has is taken.
+            variant: the instruction set, "amx", "avx512", "avx2" or "portable"; "" for the best that this CPU has. It holds
+                for the process. Where the CPU does not have it, the next one that it has is taken.
 
         Raises:
             ValueError: there is no such variant.

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 KINDS = {"q4_0": 2, "q4_1": 3, "q8_0": 8}
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOATS = ["float32", *HALVES]
-VARIANTS = ["avx512", "avx2", "portable"]
+VARIANTS = ["amx", "avx512", "avx2", "portable"]
 WEIGHTS = [*FLOATS, *KINDS]
 FUZZ = int(os.environ.get("HEADRACE_TEST_FUZZ", "1"))  # times as many shapes
 
@@ -87,7 +87,7 @@ def near(got: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
 
 @settings(deadline=None, max_examples=25 * FUZZ)
 @given(
-    st.sampled_from(WEIGHTS), st.integers(1, 40), st.lists(st.integers(1, 70), min_size=1, max_size=3), st.integers(1, 9),
+    st.sampled_from(WEIGHTS), st.integers(1, 60), st.lists(st.integers(1, 70), min_size=1, max_size=3), st.integers(1, 9),
     st.booleans(), st.booleans(), st.sampled_from(VARIANTS), st.integers(1, 3), st.integers(0, 10**6),
 )
 def test_a_product_equals_its_twin(
@@ -223,24 +223,30 @@ def step_of(decode: list[tuple[Sequence, int]], chunks: list[tuple[Sequence, int
     )
 
 
+def wider() -> Iterator[Library]:
+    """AVX2's library and those of more, each in use until the next is asked for; the test is skipped if there is only one."""
+    found = [variant for variant in ("avx2", "avx512", "amx") if Library(variant).variant == variant]
+    if len(found) < 2:
+        pytest.skip("this CPU has no wider vectors than AVX2's")
+    return map(Library, found)
+
+
+@pytest.mark.parametrize("rows", [1, 12, 13, 47, 150])
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_wider_vectors_multiply_to_the_same_bits(kind: str) -> None:
-    """Those of AVX-512 are those of AVX2, in a product and in the activated ones of an MLP."""
+def test_every_instruction_set_multiplies_to_the_bits_of_avx2(kind: str, rows: int) -> None:
+    """In a product, and in the activated ones of an MLP."""
     rng = np.random.default_rng(10)
     gate, up, down = (make_weight(kind, *size, rng)[0] for size in ((64, 96), (64, 96), (96, 64)))
-    x = torch.from_numpy(rng.normal(0, 1, (29, 96)).astype(np.float32))
+    x = torch.from_numpy(rng.normal(0, 1, (rows, 96)).astype(np.float32))
     norm = torch.from_numpy(rng.normal(1, 0.2, 96).astype(np.float32))
     given_bits = []
-    for variant in ("avx512", "avx2"):
-        library = Library(variant)
-        if library.variant != variant:
-            pytest.skip(f"this CPU has no {variant}")
+    for library in wider():
         backend = CpuBackend(Alone(), library, 2, OWN)
         packed = backend.pack_norm(norm, 1e-5)
         product = backend._linear(x, packed, backend.pack_linear([gate, up]))
         mlp = backend.mlp(x.clone(), packed, backend.pack_linear([gate, up]), backend.pack_linear([down]))
         given_bits.append((product.clone(), mlp.clone()))
-    assert all(torch.equal(*pair) for pair in zip(*given_bits, strict=True))
+    assert all(torch.equal(got, first) for both in given_bits for got, first in zip(both, given_bits[0], strict=True))
 
 
 def attend(backend: TorchBackend, shape: AttentionShape, steps: list[tuple[StepInput, torch.Tensor]]) -> list[torch.Tensor]:
@@ -281,20 +287,15 @@ def test_attention_equals_its_twin(
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("heads", [(9, 3), (2, 2), (7, 1)])
-def test_wider_vectors_attend_to_the_same_bits(heads: tuple[int, int], own: bool) -> None:
-    """Those of AVX-512 are those of AVX2: shards on different machines may share a model."""
+def test_every_instruction_set_attends_to_the_bits_of_avx2(heads: tuple[int, int], own: bool) -> None:
     rng = np.random.default_rng(9)
     shape = AttentionShape(*heads, 48, None)
     rows = torch.from_numpy(rng.normal(0, 1, (62, (heads[0] + 2 * heads[1]) * 48)).astype(np.float32))
     ours = Sequence(62, [9, 2, 30, 4])
     steps = [(step_of([], [(ours, 0, 61)]), rows[:61]), (step_of([(ours, 61)], []), rows[61:])]
-    given_bits = []
-    for variant in ("avx512", "avx2"):
-        library = Library(variant)
-        if library.variant != variant:
-            pytest.skip(f"this CPU has no {variant}")
-        given_bits.append(torch.cat(attend(CpuBackend(Alone(), library, 2, OWN if own else EXACT), shape, steps)))
-    assert torch.equal(*given_bits)
+    precision = OWN if own else EXACT
+    given_bits = [torch.cat(attend(CpuBackend(Alone(), library, 2, precision), shape, steps)) for library in wider()]
+    assert all(torch.equal(got, given_bits[0]) for got in given_bits)
 
 
 @pytest.mark.parametrize("own", [False, True])

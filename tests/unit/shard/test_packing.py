@@ -24,7 +24,7 @@ from tests.unit.shard.test_kernels import rounded
 
 Floats = npt.NDArray[np.float32]
 TORCH = {Format.FLOAT32: torch.float32, Format.BFLOAT16: torch.bfloat16, Format.FLOAT16: torch.float16}
-VARIANTS = ["avx512", "avx2", "portable"]
+VARIANTS = ["amx", "avx512", "avx2", "portable"]
 
 pytestmark = pytest.mark.skipif(
     building.compiler() is None and not building.library_path().exists(), reason="no compiler: torch serves here"

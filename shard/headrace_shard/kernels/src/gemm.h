@@ -7,6 +7,19 @@
 namespace headrace::VARIANT {
 
 constexpr int kBlockRows = 96;  // rows that stay in the cache while panels pass by
+#if HEADRACE_AMX
+constexpr int kTileRows = kAmxTiles * kAmxRows;
+constexpr int kTileStep = kAmxRows;  // that all tiles but the last are multiples of, if there are so many rows
+#else
+constexpr int kTileRows = kSums, kTileStep = 1;
+struct AmxTiles {};
+#endif
+
+// The first of the fewest parts of `left`, none above `most`: all about equally large, since small ones run at a lower rate.
+inline int even_part(int64_t left, int most) {
+  const int64_t parts = (left + most - 1) / most;
+  return static_cast<int>((left + parts - 1) / parts);
+}
 
 template <int MR>
 void tile_of(const Matrix& matrix, int panel, const Activations& a, int64_t row, int64_t begin, int64_t count, float* out) {
@@ -28,14 +41,36 @@ void tile_of(const Matrix& matrix, int panel, const Activations& a, int64_t row,
   }
 }
 
-// out [rows, 16] of one run of a panel's columns.
+// out [rows, 16] of one run of a panel's columns; at most kSums rows.
 template <int MR = kSums>
-void run_tile(
+void low_tile(
     const Matrix& matrix, int panel, const Activations& a, int64_t row, int rows, int64_t begin, int64_t count, float* out) {
   if constexpr (MR > 1) {
-    if (rows < MR) return run_tile<MR - 1>(matrix, panel, a, row, rows, begin, count, out);
+    if (rows < MR) return low_tile<MR - 1>(matrix, panel, a, row, rows, begin, count, out);
   }
   tile_of<MR>(matrix, panel, a, row, begin, count, out);
+}
+
+// The same of any number of rows up to kTileRows.
+inline void run_tile(
+    const Matrix& matrix, int panel, const Activations& a, int64_t row, int rows, int64_t begin, int64_t count, float* out) {
+#if HEADRACE_AMX
+  if (rows > kSums && (matrix.format == kInt4 || matrix.format == kInt8)) {
+    const uint8_t* w = matrix.panels + panel * matrix.panel_bytes() + matrix.panel_bytes() * begin / matrix.columns;
+    const int64_t at = begin / kGroup * a.rows + row;
+    if (matrix.format == kInt4) {
+      const float *scales = a.byte_scales.data() + at, *sums = a.byte_sums.data() + at;
+      return amx_tile(w, a.bytes.data() + at * kGroup, scales, sums, a.rows, count, rows, out);
+    }
+    const float* scales = a.word_scales.data() + at;
+    return amx_tile(w, a.words.data() + at * kGroup, scales, scales, a.rows, count, rows, out);
+  }
+#endif
+  for (int done = 0; done < rows;) {
+    const int some = even_part(rows - done, kSums);
+    low_tile(matrix, panel, a, row + done, some, begin, count, out + done * kPanel);
+    done += some;
+  }
 }
 
 inline void add_bias(const Matrix& matrix, int panel, int rows, float* out) {
@@ -54,7 +89,7 @@ inline void add_tile(int rows, const float* x, float* out) {
 inline void tile(
     const Matrix& matrix, int panel, const Activations& a, int64_t row, int rows, float* out, float* other = nullptr) {
   const int64_t edges[] = {0, matrix.breaks[0], matrix.breaks[1], matrix.breaks[2], matrix.columns};
-  alignas(64) float half[kSums * kPanel], run[kSums * kPanel];
+  alignas(64) float half[kTileRows * kPanel], run[kTileRows * kPanel];
   float* const second = edges[2] == 0 ? out : other ? other : half;
   bool biased = false;
   for (int i = 0; i < 4; ++i) {
@@ -70,12 +105,6 @@ inline void tile(
   if (second == half && edges[2] < matrix.columns) add_tile(rows, half, out);
 }
 
-// Rows of the next tile when `left` remain: all about equally tall, since short ones run at a lower rate.
-inline int tile_rows(int64_t left) {
-  const int64_t tiles = (left + kSums - 1) / kSums;
-  return static_cast<int>((left + tiles - 1) / tiles);
-}
-
 // Calls body(unit, row, rows) for every tile of `units` panels (or pairs of panels) and `rows` rows.
 template <class F>
 void each_tile(int64_t rows, int units, const F& body) {
@@ -85,11 +114,13 @@ void each_tile(int64_t rows, int units, const F& body) {
   const int a_chunk = std::max(1, (units + wanted - 1) / wanted);
   const int chunks = (units + a_chunk - 1) / a_chunk;
   auto one = [&](int chunk) {
+    [[maybe_unused]] const AmxTiles tiles;
     const int64_t first = chunk / chunks * int64_t{kBlockRows}, last = std::min(rows, first + kBlockRows);
     const int begin = chunk % chunks * a_chunk, end = std::min(units, begin + a_chunk);
     for (int unit = begin; unit < end; ++unit) {
       for (int64_t row = first; row < last;) {
-        const int count = tile_rows(last - row);
+        const int even = (even_part(last - row, kTileRows) + kTileStep - 1) / kTileStep * kTileStep;
+        const int count = static_cast<int>(std::min<int64_t>(even, last - row));
         body(unit, row, count);
         row += count;
       }
@@ -114,7 +145,7 @@ inline void multiply(const Activations& a, const Matrix* parts, int count, const
       unit -= matrix->panel_count();
       column += matrix->rows;
     }
-    alignas(64) float y[kSums * kPanel], other[kSums * kPanel];
+    alignas(64) float y[kTileRows * kPanel], other[kTileRows * kPanel];
     tile(*matrix, unit, a, row, tall, y, matrix->apart ? other : nullptr);
     const int width = std::min(kPanel, matrix->rows - unit * kPanel);
     for (int i = 0; i < tall; ++i) {
@@ -154,7 +185,7 @@ inline void mlp(
   b.floats = floats;
   // A group of the columns between is made, and rounded, where its sums are.
   each_tile(rows, static_cast<int>((stride + kGroup - 1) / kGroup), [&](int unit, int64_t row, int tall) {
-    alignas(64) float gate[kSums * kPanel], up[kSums * kPanel], inner[kSums][kGroup];
+    alignas(64) float gate[kTileRows * kPanel], up[kTileRows * kPanel], inner[kTileRows][kGroup];
     const int64_t width = std::min<int64_t>(kGroup, stride - unit * kGroup);
     for (int half = 0; half * kPanel < width; ++half) {
       tile(gate_up[0], 2 * unit + half, a, row, tall, gate);

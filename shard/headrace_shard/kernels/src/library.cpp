@@ -2,6 +2,12 @@
 #include <atomic>
 #include <cstring>
 
+#if HEADRACE_X86
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "blocks.h"
 #include "pool.h"
 #include "types.h"
@@ -16,6 +22,9 @@ namespace avx2 {
 extern const Kernels kernels;
 }
 namespace avx512 {
+extern const Kernels kernels;
+}
+namespace amx {
 extern const Kernels kernels;
 }
 #endif
@@ -33,6 +42,15 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
+
+// Linux keeps a process's tiles only if the process has asked for that.
+bool has_amx() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr unsigned kTiles = 1u << 24, kTilesOfBytes = 1u << 25;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return has_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & kTiles && d & kTilesOfBytes &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
 #endif
 
 // From the best to the one that runs everywhere.
@@ -43,6 +61,7 @@ struct Variant {
 };
 const Variant variants[] = {
 #if HEADRACE_X86
+    {"amx", &amx::kernels, has_amx},
     {"avx512", &avx512::kernels, has_avx512},
     {"avx2", &avx2::kernels, has_avx2},
 #endif

@@ -15,7 +15,8 @@ namespace headrace::VARIANT {
 // tile lie side by side.
 struct Activations {
   int64_t rows;
-  bool in_words, in_bytes;      // with int8 weights: 16 bits cost no more than 8 here, and lose next to nothing; with int4
+  bool in_words;                // for int8 weights: 16 bits cost no more than 8 here, and lose next to nothing
+  bool in_bytes;                // for int4 weights
   const float* floats;          // [rows, columns]
   std::vector<float> normed;    // what `floats` points to if there was a norm
   std::vector<int16_t> words;
@@ -24,6 +25,8 @@ struct Activations {
   std::vector<float> byte_scales;
   std::vector<float> byte_sums; // scale times the sum of the group, for the weights' minima
 };
+
+constexpr int64_t kSpareRows = 16;  // behind the last one: AMX reads whole tiles
 
 // Below this a group is zero: its reciprocal would not be finite.
 constexpr float kTiny = 1e-30f;
@@ -89,18 +92,18 @@ inline void make_room(int64_t rows, const Matrix* parts, int count, Activations&
   auto wanted = [&](Format format) {
     return std::any_of(parts, parts + count, [&](const Matrix& part) { return part.format == format; });
   };
-  const int64_t groups = parts[0].columns / kGroup;
+  const int64_t places = rows * (parts[0].columns / kGroup) + kSpareRows;
   made.rows = rows;
   made.in_words = wanted(kInt8);
   made.in_bytes = wanted(kInt4);
   if (made.in_words) {
-    room(made.words, rows * groups * kGroup);
-    room(made.word_scales, rows * groups);
+    room(made.words, places * kGroup);
+    room(made.word_scales, places);
   }
   if (made.in_bytes) {
-    room(made.bytes, rows * groups * kGroup);
-    room(made.byte_scales, rows * groups);
-    room(made.byte_sums, rows * groups);
+    room(made.bytes, places * kGroup);
+    room(made.byte_scales, places);
+    room(made.byte_sums, places);
   }
 }
 

@@ -6,6 +6,9 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
 #define HEADRACE_AVX512 1
 #endif
+#if HEADRACE_AVX512 && defined(__AMX_TILE__) && defined(__AMX_INT8__)
+#define HEADRACE_AMX 1
+#endif
 
 namespace headrace::VARIANT {
 
@@ -14,14 +17,7 @@ namespace headrace::VARIANT {
 using F16 = __m512;
 
 inline F16 zero16() { return _mm512_setzero_ps(); }
-// gcc makes a load a part of the operation that wants it. Where that is one of 512 bits, both are slower than one by one.
-#define IN_REGISTER(x) asm("" : "+v"(x))
-
-inline F16 all16(float x) {
-  F16 lanes = _mm512_set1_ps(x);
-  IN_REGISTER(lanes);
-  return lanes;
-}
+inline F16 all16(float x) { return _mm512_set1_ps(x); }
 inline F16 load16(const float* p) { return _mm512_loadu_ps(p); }
 inline F16 load16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline F16 load16(const Brain* p) {

@@ -8,7 +8,9 @@
 #include "simd16.h"
 #include "types.h"
 
-#if HEADRACE_AVX512
+#if HEADRACE_AMX
+#include "tiles_amx.h"
+#elif HEADRACE_AVX512
 #include "tiles_avx512.h"
 #elif HEADRACE_AVX2
 #include "tiles_avx2.h"

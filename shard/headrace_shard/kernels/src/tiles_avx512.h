@@ -10,9 +10,7 @@ namespace headrace::VARIANT {
 inline __m512i four_bytes(const void* p) {
   int32_t bits;
   std::memcpy(&bits, p, 4);
-  __m512i lanes = _mm512_set1_epi32(bits);
-  IN_REGISTER(lanes);
-  return lanes;
+  return _mm512_set1_epi32(bits);
 }
 
 // Per group: 16 pairs of columns, each as [16 rows][2] bytes; then 16 scales.
