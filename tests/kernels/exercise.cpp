@@ -165,6 +165,7 @@ void attention() {
   heads.head_dim = 16 * pick(1, 5);
   heads.window = pick(0, 2) ? 0 : pick(1, 200);
   heads.half = pick(0, 1);
+  heads.block_stride = int64_t{2} * kBlock * heads.head_dim * heads.kv_heads;
   const int length = pick(1, 300), blocks = (length + kBlock - 1) / kBlock;
   std::vector<int32_t> table(blocks);
   for (int i = 0; i < blocks; ++i) table[i] = blocks - i;

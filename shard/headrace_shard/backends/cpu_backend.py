@@ -16,7 +16,7 @@ import torch
 
 from headrace_shard.backends.base import AttentionShape, Part
 from headrace_shard.backends.onednn_backend import MappedEmbedding
-from headrace_shard.backends.torch_backend import TorchBackend
+from headrace_shard.backends.torch_backend import LARGE_PAGES, TorchBackend
 from headrace_shard.kernels import library as kernels
 from headrace_shard.kernels.library import Library
 from headrace_shard.kernels.recording import Call, Recording
@@ -115,8 +115,12 @@ class CpuBackend(TorchBackend):
         if not self._covers_attention:
             super().allocate_kv(layers, blocks, shape)
             return
-        size = (blocks + 1, shape.kv_heads, 2 * BLOCK_SIZE * shape.head_dim)
-        self._cache = [self._zeros(size, self.kv_dtype(shape)) for _ in range(layers)]
+        # A block of all layers is in one piece, and so in the same large pages: a small one has no more than a head's block
+        # of one layer, and takes as long to find as to read.
+        size = (blocks + 1, layers, shape.kv_heads, 2 * BLOCK_SIZE * shape.head_dim)
+        cache = self._zeros(size, self.kv_dtype(shape), LARGE_PAGES)
+        self._cache = list(cache.unbind(1))
+        self._heads.clear()
         self._layers = None
         self._tile = max(1, self._library.tile_rows // (shape.heads // shape.kv_heads))
 
@@ -155,7 +159,8 @@ class CpuBackend(TorchBackend):
         cache = self._cache[layer]
         if shape not in self._heads:
             self._heads[shape] = kernels.Heads(
-                shape.heads, shape.kv_heads, shape.head_dim, shape.window or 0, int(cache.dtype == torch.float16)
+                shape.heads, shape.kv_heads, shape.head_dim, shape.window or 0, int(cache.dtype == torch.float16),
+                cache.stride(0),
             )
         self._code.attention(
             qkv.data_ptr(), ctypes.addressof(self._heads[shape]), ctypes.addressof(self._tiles), cache.data_ptr(),

@@ -22,6 +22,7 @@ from headrace_shard.step import Chunk, StepInput
 from headrace_shard.weights.precision import EXACT, Precision
 from headrace_shard.weights.source import Blocks, Dense, Table
 
+SMALL_PAGES, LARGE_PAGES = mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE
 Range = np.arange(BLOCK_SIZE, dtype=np.int64)
 
 
@@ -116,9 +117,10 @@ class TorchBackend:
         self._k = [self._zeros(size, self.dtype) for _ in range(layers)]
         self._v = [self._zeros(size, self.dtype) for _ in range(layers)]
 
-    def _zeros(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros; on a CPU as pages that the system hands out when they are first written: large ones, if it has them, since
-        a small one is no more than a block of one head, and to find it costs as much as to read it.
+    def _zeros(self, size: tuple[int, ...], dtype: torch.dtype, advice: int = SMALL_PAGES) -> torch.Tensor:
+        """Zeros; on a CPU as pages that the system hands out when they are first written.
+
+        Small ones unless `advice` is another: else every head of every layer would take 2 MB with its first token.
         """
         if self.device.type != "cpu":
             return torch.zeros(size, dtype=dtype, device=self.device)
@@ -126,10 +128,9 @@ class TorchBackend:
         try:
             memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise MemoryError(f"{count} bytes for a layer's KV cache: {error.strerror}") from None
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
+            raise MemoryError(f"{count} bytes for the KV cache: {error.strerror}") from None
+        with contextlib.suppress(OSError):  # a kernel that has no others
+            memory.madvise(advice)
         return torch.frombuffer(memory, dtype=dtype).view(size)
 
     def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:

@@ -66,9 +66,14 @@ class Tiles(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """Sizes of one attention layer. `window` 0: none. `half`: the cache holds float16, else float32."""
+    """Sizes of one attention layer. `window` 0: none. `half`: the cache holds float16, else float32. `block_stride`: numbers
+    from one block of its cache to the next.
+    """
 
-    _fields_: ClassVar = [(name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "window", "half")]
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "window", "half")),
+        ("block_stride", ctypes.c_int64),
+    ]
 
 
 class Library:

@@ -323,7 +323,7 @@ void attention_of(float* qkv, const Heads& h, const Tiles& t, T* memory, float* 
   const int dim = h.head_dim, shared = h.heads / h.kv_heads;
   const int64_t stride = int64_t{h.heads + 2 * h.kv_heads} * dim;
   const int64_t head_stride = int64_t{2 * kBlock} * dim;
-  const Cache<T> cache{memory, memory + kBlock * dim, head_stride, head_stride * h.kv_heads};
+  const Cache<T> cache{memory, memory + kBlock * dim, head_stride, h.block_stride};
 
   const int tokens = t.tokens, a_chunk = tokens < 4 ? tokens : std::max(1, tokens / (4 * threads()));
   parallel((tokens + a_chunk - 1) / a_chunk, [&](int chunk) {

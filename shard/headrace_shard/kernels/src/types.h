@@ -78,6 +78,7 @@ struct Heads {
   int32_t head_dim;
   int32_t window;  // 0: none
   int32_t half;    // the cache holds float16, else float32
+  int64_t block_stride;  // numbers from a block of the cache to the next
 };
 
 // A call of one of the kernels, recorded to be made again with another number of rows: arguments in the kernel's order,
