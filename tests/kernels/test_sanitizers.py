@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 from pathlib import Path
 
@@ -22,14 +21,14 @@ def compile_with(sanitizers: str, folder: Path) -> Path:
     compiler = build.compiler()
     assert compiler, "the sanitizers need a C++ compiler"
     flags = [f for f in build.FLAGS if f != "-O3"] + ["-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
-    x86 = platform.machine() in ("x86_64", "AMD64")
+    variants = {name: extra for name, extra in build.VARIANTS.items() if build.is_x86() and build.accepts(compiler, extra)}
     units: list[tuple[Path, list[str]]] = [(PROGRAM, [])]
     for source in sorted(build.SOURCES.glob("*.cpp")):
         if source.name == "variant.cpp":
             units.append((source, ["-DVARIANT=portable"]))
-            units += [(source, [f"-DVARIANT={name}", *flags]) for name, flags in build.VARIANTS.items() if x86]
+            units += [(source, [f"-DVARIANT={name}", *flags]) for name, flags in variants.items()]
         else:
-            units.append((source, [f"-DHEADRACE_X86={int(x86)}"]))
+            units.append((source, [f"-DHEADRACE_HAS_{name.upper()}" for name in variants]))
     objects = [folder / f"{number}.o" for number in range(len(units))]
     running = [
         subprocess.Popen([compiler, *flags, *extra, "-I", str(build.SOURCES), "-c", str(source), "-o", str(out)])

@@ -39,6 +39,17 @@ def compiler() -> str | None:
     return next((found for name in (os.environ.get("CXX"), "c++", "g++") if name and (found := shutil.which(name))), None)
 
 
+def is_x86() -> bool:
+    """Whether this machine is of the kind that `VARIANTS` are for."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def accepts(program: str, flags: tuple[str, ...]) -> bool:
+    """Whether the compiler knows the flags: an older one does not know the newest instruction sets."""
+    command = [program, *flags, "-x", "c++", "-E", os.devnull]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
 def build() -> Path:
     """The library, compiled if these sources have not been; processes that start together compile once.
 
@@ -66,15 +77,15 @@ def _compile(program: str, path: Path) -> None:
     work = FOLDER / f".build-{os.getpid()}"
     work.mkdir()
     try:
-        is_x86 = platform.machine() in ("x86_64", "AMD64")
+        variants = {name: flags for name, flags in VARIANTS.items() if is_x86() and accepts(program, flags)}
         # Templates of the standard library exist in several objects and the linker keeps the first: that must be one
         # that runs everywhere.
         units = {
             work / "portable.o": ["variant.cpp", "-DVARIANT=portable"], work / "pool.o": ["pool.cpp"],
             work / "blocks.o": ["blocks.cpp"], work / "shared.o": ["shared.cpp"],
-            work / "library.o": ["library.cpp", f"-DHEADRACE_X86={int(is_x86)}"],
+            work / "library.o": ["library.cpp", *(f"-DHEADRACE_HAS_{name.upper()}" for name in variants)],
         }
-        for name, flags in VARIANTS.items() if is_x86 else ():
+        for name, flags in variants.items():
             units[work / f"{name}.o"] = ["variant.cpp", f"-DVARIANT={name}", *flags]
         running = [
             subprocess.Popen(

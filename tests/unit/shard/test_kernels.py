@@ -414,6 +414,27 @@ def test_without_a_compiler_torch_serves(
     assert [record.getMessage().count("no C++ compiler found") for record in caplog.records] == [1]
 
 
+def test_instruction_sets_that_the_compiler_does_not_know_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An older one refuses AMX; here a stand-in does, which writes down what it is asked to do."""
+    monkeypatch.setattr(building, "is_x86", lambda: True)
+    monkeypatch.setattr(building, "FOLDER", tmp_path)
+    older, calls = tmp_path / "c++", tmp_path / "calls"
+    older.write_text(
+        '#!/bin/sh\ncase "$*" in *-mamx*) exit 1;; esac\n'
+        f'echo "$*" >> {calls}\n'
+        'while [ $# -gt 1 ]; do [ "$1" = -o ] && touch "$2"; shift; done\n'
+    )
+    older.chmod(0o755)
+    building._compile(str(older), tmp_path / "libheadrace-test.so")
+    assert (tmp_path / "libheadrace-test.so").exists()
+    compiled = [line for line in calls.read_text().splitlines() if " -c " in line]
+    assert sum("-DVARIANT=avx512" in line for line in compiled) == 1
+    [chooser] = [line for line in compiled if "library.cpp" in line]
+    assert "-DHEADRACE_HAS_AVX2" in chooser
+    assert "-DHEADRACE_HAS_AVX512" in chooser
+    assert "AMX" not in chooser
+
+
 def test_what_the_compiler_says_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refuses = tmp_path / "c++"
     refuses.write_text("#!/bin/sh\necho 'a.cpp:1: error: no such thing' >&2\nexit 1\n")

@@ -1,8 +1,10 @@
 // The functions that Python calls, and the choice of the instruction set.
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <iterator>
 
-#if HEADRACE_X86
+#ifdef HEADRACE_HAS_AMX
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -17,13 +19,17 @@ namespace headrace {
 namespace portable {
 extern const Kernels kernels;
 }
-#if HEADRACE_X86
+#ifdef HEADRACE_HAS_AVX2
 namespace avx2 {
 extern const Kernels kernels;
 }
+#endif
+#ifdef HEADRACE_HAS_AVX512
 namespace avx512 {
 extern const Kernels kernels;
 }
+#endif
+#ifdef HEADRACE_HAS_AMX
 namespace amx {
 extern const Kernels kernels;
 }
@@ -33,16 +39,20 @@ namespace {
 
 bool always() { return true; }
 
-#if HEADRACE_X86
+#ifdef HEADRACE_HAS_AVX2
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+#endif
 
+#ifdef HEADRACE_HAS_AVX512
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
+#endif
 
+#ifdef HEADRACE_HAS_AMX
 // Linux keeps a process's tiles only if the process has asked for that.
 bool has_amx() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -60,9 +70,13 @@ struct Variant {
   bool (*runs)();
 };
 const Variant variants[] = {
-#if HEADRACE_X86
+#ifdef HEADRACE_HAS_AMX
     {"amx", &amx::kernels, has_amx},
+#endif
+#ifdef HEADRACE_HAS_AVX512
     {"avx512", &avx512::kernels, has_avx512},
+#endif
+#ifdef HEADRACE_HAS_AVX2
     {"avx2", &avx2::kernels, has_avx2},
 #endif
     {"portable", &portable::kernels, always},
@@ -103,12 +117,15 @@ extern "C" {
 // Chooses the instruction set of this name, or the best one for "". Returns the name of what is used, which is the best of
 // the lesser ones if this CPU does not have it.
 const char* headrace_use(const char* wanted) {
-  bool reached = *wanted == 0;
-  for (const Variant& variant : variants) {
-    reached = reached || std::strcmp(variant.name, wanted) == 0;
-    if (!reached || !variant.runs()) continue;
-    chosen = variant.kernels;
-    return variant.name;
+  const char* const names[] = {"amx", "avx512", "avx2", "portable"};
+  auto is_wanted = [&](const char* name) { return *wanted == 0 || std::strcmp(name, wanted) == 0; };
+  const auto* first = std::find_if(std::begin(names), std::end(names), is_wanted);
+  for (; first != std::end(names); ++first) {
+    for (const Variant& variant : variants) {
+      if (std::strcmp(variant.name, *first) != 0 || !variant.runs()) continue;
+      chosen = variant.kernels;
+      return variant.name;
+    }
   }
   return "";
 }
