@@ -1,7 +1,8 @@
 """Which slices of a Llama-shaped model each rank holds. Nothing has to divide: heads and columns are cut unevenly.
 
 Attention is cut by KV groups (a KV head with its query heads); where there are fewer KV heads than ranks, a KV head is
-copied to the ranks that share its query heads. The feed-forward part is cut so that all ranks hold equally many bytes.
+copied to the ranks that share its query heads. Feed-forward columns are cut evenly even where the heads are not: ranks wait
+for each other after either, so that less of the one makes no room for more of the other.
 The vocabulary is padded to equal parts; the padding is never sampled.
 """
 
@@ -87,14 +88,14 @@ class Partition:
         if world_size > shape.intermediate:
             raise StartupError(f"--num-shard {world_size} is more than the model's {shape.intermediate} feed-forward columns")
         attention = _attention(shape, world_size)
-        columns = _columns(shape, attention)
+        columns = _columns(shape, world_size)
         part = -(-shape.vocab // world_size)
         heads, kv_heads = attention[rank]
         head_cuts, column_cuts = {}, {}
         for ranks in {*range(1, 1 + min(EQUAL_RANKS, shape.heads, shape.intermediate)), world_size}:
             parts = _attention(shape, ranks)
             head_cuts[ranks] = [0, *(h.stop * shape.head_dim for h, _ in parts)]
-            column_cuts[ranks] = [0, *(c.stop for c in _columns(shape, parts))]
+            column_cuts[ranks] = [0, *(c.stop for c in _columns(shape, ranks))]
         return cls(
             rank, world_size, heads, kv_heads, columns[rank], range(rank * part, (rank + 1) * part),
             Runs.of(head_cuts, rank, world_size), Runs.of(column_cuts, rank, world_size),
@@ -117,22 +118,11 @@ def _attention(shape: Shape, world_size: int) -> list[tuple[range, range]]:
     return rows
 
 
-def _columns(shape: Shape, attention: list[tuple[range, range]]) -> list[range]:
-    """Feed-forward columns of each rank: whole units, so many that attention and feed-forward weights together are even."""
-    world_size = len(attention)
+def _columns(shape: Shape, world_size: int) -> list[range]:
+    """Feed-forward columns of each rank: whole units, as evenly as they go."""
     unit = COLUMN_UNIT if shape.intermediate >= world_size * COLUMN_UNIT else 1
-    units = -(-shape.intermediate // unit)
-    # In weights per hidden unit: q and o have head_dim rows a head, k and v a KV head; gate, up and down one a column.
-    weights = [shape.head_dim * 2 * (len(heads) + len(kv)) for heads, kv in attention]
-    fair = (sum(weights) + 3 * shape.intermediate) / world_size
-    wanted = [max(1.0, (fair - w) / (3 * unit)) for w in weights]
-    scale = units / sum(wanted)
-    edges, at = [0], 0.0
-    for rank, want in enumerate(wanted):
-        at += want * scale
-        left = world_size - rank - 1
-        edges.append(min(max(round(at), edges[-1] + 1), units - left))
-    return [range(a * unit, min(b * unit, shape.intermediate)) for a, b in pairwise(edges)]
+    units = even(-(-shape.intermediate // unit), world_size)
+    return [range(part.start * unit, min(part.stop * unit, shape.intermediate)) for part in units]
 
 
 def even(count: int, parts: int) -> list[range]:

@@ -29,9 +29,9 @@ def test_every_row_and_column_has_one_owner(kv: int, group: int, inner: int, voc
         assert len(p.columns) > 0
 
 
-def test_the_embedded_model_over_two_ranks_holds_equal_bytes() -> None:
+def test_the_embedded_model_over_two_ranks_has_even_columns() -> None:
     parts = [Partition.of(EMBEDDED, rank, 2) for rank in range(2)]
-    assert [(len(p.heads), len(p.kv_heads), len(p.columns)) for p in parts] == [(6, 2, 672), (3, 1, 864)]
+    assert [(len(p.heads), len(p.kv_heads), len(p.columns)) for p in parts] == [(6, 2, 768), (3, 1, 768)]
     assert all(p.columns.start % COLUMN_UNIT == 0 for p in parts)
 
 
@@ -42,9 +42,9 @@ def test_two_and_three_ranks_of_the_embedded_model_hold_whole_runs() -> None:
     assert heads[2] == [Runs((192, 384, 384), (1, 2)), Runs((0, 0, 0), (1, 2))]
     assert heads[3] == [Runs((192, 192, 192), (1, 1, 2)), Runs((0, 192, 192), (1, 1, 2)), Runs((0, 0, 0), (1, 1, 2))]
     columns = {n: [Partition.of(EMBEDDED, rank, n).column_runs for rank in range(n)] for n in (1, 2, 3, 4)}
-    assert columns[1] == [Runs((512, 672, 1024), (3,))]
-    assert columns[2] == [Runs((512, 672, 672), (1, 2)), Runs((0, 0, 352), (1, 2))]
-    assert columns[3] == [Runs((512, 512, 512), (1, 3, 2)), Runs((0, 160, 512), (1, 3, 2)), Runs((0, 0, 0), (1, 3, 2))]
+    assert columns[1] == [Runs((512, 768, 1024), (3,))]
+    assert columns[2] == [Runs((512, 768, 768), (1, 2)), Runs((0, 0, 256), (1, 2))]
+    assert columns[3] == [Runs((512, 512, 512), (1, 3, 2)), Runs((0, 256, 512), (1, 3, 2)), Runs((0, 0, 0), (1, 3, 2))]
     assert columns[4] == [Runs((0, 0, 0), (1, 1, 1, 1))] * 4
 
 
