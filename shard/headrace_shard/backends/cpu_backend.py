@@ -41,7 +41,7 @@ class Packed:
     count: int
     width: int  # of the output, all matrices together
     kept: tuple[object, ...]
-    halves: Sequence[int] | None = None  # of a row-parallel layer, as `Group.sum` takes them
+    halves: bytes | None = None  # of a row-parallel layer, as `Group.sum` takes them
     planes: int = 1  # 2: the halves of this rank's product are kept apart
 
 
@@ -74,7 +74,7 @@ class CpuBackend(TorchBackend):
     def pack_linear(  # type: ignore[override]
         self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
     ) -> Packed:
-        halves = runs.halves if runs else None
+        halves = bytes(runs.halves) if runs else None
         apart = halves is not None and self._group.world_size > 1 and halves[self._group.rank] == BOTH_HALVES
         matrices, kept, width = (kernels.Matrix * len(parts))(), [], 0
         for number, given in enumerate(parts):
@@ -137,7 +137,7 @@ class CpuBackend(TorchBackend):
 
     def run(self, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """Records the layers' calls and makes them in one: Python between them would cost a tenth of a one-row step."""
-        if self._group.world_size > 1 or not self._covers_attention:
+        if not self._covers_attention or not self._group.recordable(*x.shape):
             return layers(x)
         given, x = x, self._buffer("x", *x.shape)
         x.copy_(given)
@@ -145,7 +145,8 @@ class CpuBackend(TorchBackend):
             self._code = recording = Recording()
             layers(x)
             self._code, self._layers = self._library, recording.calls()
-        self._library.run(self._layers, len(x))
+        recorded = self._layers
+        self._group.run(lambda group: self._library.run(recorded, len(x), group))
         return x
 
     def norm_qkv(self, x: torch.Tensor, norm: PackedNorm, qkv: Packed) -> torch.Tensor:  # type: ignore[override]
@@ -169,18 +170,28 @@ class CpuBackend(TorchBackend):
         return out
 
     def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Packed) -> torch.Tensor:  # type: ignore[override]
-        if self._group.world_size == 1:
-            return self._linear(attended, None, projection, residual=x, out=x)
-        part = self._group.room(projection.planes * len(x), projection.width)
-        return self._group.sum(self._linear(attended, None, projection, out=part), x, projection.halves)
+        return self._added(x, projection, lambda residual, out: self._code.linear(
+            attended.data_ptr(), len(x), None, projection.address, projection.count, residual, out
+        ))
 
     def mlp(self, x: torch.Tensor, norm: PackedNorm, gate_up: Packed, down: Packed) -> torch.Tensor:  # type: ignore[override]
-        alone = self._group.world_size == 1
-        out = x if alone else self._group.room(down.planes * len(x), down.width)
-        self._code.mlp(
-            x.data_ptr(), len(x), norm.address, gate_up.address, down.address, x.data_ptr() if alone else None, out.data_ptr()
-        )
-        return out if alone else self._group.sum(out, x, down.halves)
+        return self._added(x, down, lambda residual, out: self._code.mlp(
+            x.data_ptr(), len(x), norm.address, gate_up.address, down.address, residual, out
+        ))
+
+    def _added(self, x: torch.Tensor, last: Packed, compute: Callable[[int | None, int | None], None]) -> torch.Tensor:
+        """x plus, summed over the ranks, what `compute(residual, out)` gives with the row-parallel weights `last`."""
+        if self._group.world_size == 1:
+            compute(x.data_ptr(), x.data_ptr())
+            return x
+        if isinstance(self._code, Recording):
+            compute(None, None)
+            halves = ctypes.cast(ctypes.c_char_p(last.halves), ctypes.c_void_p).value if last.halves else None
+            self._code.sum(halves, x.data_ptr(), x.data_ptr(), last.width)
+            return x
+        part = self._group.room(last.planes * len(x), last.width)
+        compute(None, part.data_ptr())
+        return self._group.sum(part, x, last.halves)
 
     def head(self, x: torch.Tensor, norm: PackedNorm, head: Packed) -> torch.Tensor:  # type: ignore[override]
         rows = x if self._all_wanted else x[self._wanted]

@@ -105,7 +105,7 @@ class Library:
         self._draw = _declare(code.headrace_draw, "logits rows* stride* columns* temperatures numbers tokens")
         self._mask = _declare(code.headrace_mask, "logits places count* stride* columns* bits words*")
         self._threshold = _declare(code.headrace_threshold, "scores weights rows* columns* masses thresholds")
-        self._run = _declare(code.headrace_run, "calls length* rows*")
+        self._run = _declare(code.headrace_run, "calls length* rows* group", ctypes.c_uint32)
         self._pack = _declare(code.headrace_pack, "values format out")
         self._pack_blocks = _declare(
             code.headrace_pack_blocks, "kind raw row_bytes* order rows* first_group* groups* out"
@@ -118,9 +118,9 @@ class Library:
         """Threads of the process that work on an operation, the caller's included."""
         self._code.headrace_threads(count)
 
-    def run(self, calls: ctypes.Array[Call], rows: int) -> None:
-        """Make recorded calls, each with so many rows."""
-        self._run(ctypes.addressof(calls), len(calls), rows)
+    def run(self, calls: ctypes.Array[Call], rows: int, group: int | None = None) -> int:
+        """Make recorded calls, each with so many rows. `group`: whose sums they are; returns 0, or what has broken it."""
+        return int(self._run(ctypes.addressof(calls), len(calls), rows, group))
 
     def scan(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each row of logits [rows, vocab] the first largest one's place, and the log of the sum of exp."""
@@ -246,10 +246,10 @@ def _matrix(x: torch.Tensor) -> tuple[int, int, int, int]:
     return x.data_ptr(), x.shape[0], x.stride(0), x.shape[1]
 
 
-def _declare(function: Any, arguments: str) -> Any:
-    """Set a function's argument types: addresses, 64-bit numbers where a name ends in *, and 32-bit ones named in `_INTS`."""
+def _declare(function: Any, arguments: str, result: Any = None) -> Any:
+    """Set a function's types. Arguments are addresses, 64-bit numbers where a name ends in *, 32-bit ones named in `_INTS`."""
     function.argtypes = [
         ctypes.c_int64 if name.endswith("*") else ctypes.c_int if name in _INTS else Address for name in arguments.split()
     ]
-    function.restype = None
+    function.restype = result
     return function

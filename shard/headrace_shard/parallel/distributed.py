@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,6 +56,12 @@ class DistributedGroup:
         with self._guard():
             dist.all_reduce(x, group=self._group)
         return x if residual is None else residual.add_(x)
+
+    def recordable(self, rows: int, width: int) -> bool:
+        return False
+
+    def run(self, calls: Callable[[int | None], int]) -> None:
+        raise NotImplementedError("sums of torch.distributed cannot be recorded")
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()

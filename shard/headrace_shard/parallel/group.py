@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -53,6 +53,12 @@ class Group(Protocol):
             GroupBroken: another rank has ended, or does not answer; as all collectives.
         """
 
+    def recordable(self, rows: int, width: int) -> bool:
+        """Whether sums of [rows, width] can be among the calls that `run` makes; the same on every rank."""
+
+    def run(self, calls: Callable[[int | None], int]) -> None:
+        """Make recorded calls of the CPU kernels, `Library.run` with what it must know of the group."""
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """On rank 0 the parts [rows, n] of all ranks side by side, [rows, world_size n]; elsewhere x."""
 
@@ -75,6 +81,12 @@ class Alone:
         self, x: torch.Tensor, residual: torch.Tensor | None = None, halves: Sequence[int] | None = None
     ) -> torch.Tensor:
         return x if residual is None else residual.add_(x)
+
+    def recordable(self, rows: int, width: int) -> bool:
+        return True
+
+    def run(self, calls: Callable[[int | None], int]) -> None:
+        calls(None)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x

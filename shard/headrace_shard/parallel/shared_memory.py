@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -49,12 +49,22 @@ class SharedMemoryGroup:
         self._handle = self._code.headrace_shared_open(
             self._memory.data_ptr(), rank, world_size, SLOT_BYTES, self._sockets, spins
         )
-        self._meetings, self._seconds = 0, LOAD_TIMEOUT
+        self._limit(LOAD_TIMEOUT)
         self._rooms: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def limit(self, seconds: float) -> float:
-        self._seconds = float(self.broadcast(torch.tensor([seconds], dtype=torch.float64))[0])
+        self._limit(float(self.broadcast(torch.tensor([seconds], dtype=torch.float64))[0]))
         return self._seconds
+
+    def _limit(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._code.headrace_shared_limit(self._handle, seconds)
+
+    def recordable(self, rows: int, width: int) -> bool:
+        return rows * width <= _most()
+
+    def run(self, calls: Callable[[int | None], int]) -> None:
+        self._check(calls(self._handle))
 
     def room(self, rows: int, width: int) -> torch.Tensor:
         sets = self._rooms.get((rows, width))
@@ -65,7 +75,7 @@ class SharedMemoryGroup:
                 if fits else torch.empty((rows, width)) for number in range(2)
             ]
             self._rooms[rows, width] = sets
-        return sets[self._meetings + 1 & 1]
+        return sets[self._next() & 1]
 
     def sum(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, halves: Sequence[int] | None = None
@@ -74,18 +84,18 @@ class SharedMemoryGroup:
             total = self.sum(x.float(), None, halves).to(x.dtype)
             return total if residual is None else residual.add_(total)
         x = x.contiguous()
-        there = x.data_ptr() == self._address(self._meetings + 1)
+        there = x.data_ptr() == self._address(self._next())
         planes = 2 if halves is not None and halves[self.rank] == BOTH_HALVES else 1
         out = residual if residual is not None else torch.empty_like(x[: len(x) // planes])
-        count, most = out.numel(), SLOT_BYTES // 8  # two planes fit into a slot
-        for at in range(0, count, most):
-            size = min(count - at, most)
+        count = out.numel()
+        for at in range(0, count, _most()):
+            size = min(count - at, _most())
             number = self._next()
             for plane in range(0 if there else planes):
                 ctypes.memmove(self._address(number) + 4 * plane * size, x.data_ptr() + 4 * (plane * count + at), 4 * size)
             self._check(self._code.headrace_shared_sum(
-                self._handle, number, bytes(halves) if halves else None,
-                residual.data_ptr() + 4 * at if residual is not None else None, out.data_ptr() + 4 * at, size, self._seconds,
+                self._handle, bytes(halves) if halves else None,
+                residual.data_ptr() + 4 * at if residual is not None else None, out.data_ptr() + 4 * at, size,
             ))
         return out
 
@@ -97,7 +107,7 @@ class SharedMemoryGroup:
             number = self._next()
             if part.data_ptr() != self._address(number):
                 self._slot(number, self.rank, x.dtype, part.numel()).copy_(part.view(-1))
-            self._meet(number)
+            self._meet()
             if self.rank == 0:
                 parts = [self._slot(number, r, x.dtype, part.numel()).view(-1, width) for r in range(self.world_size)]
                 pieces.append(torch.cat(parts, dim=-1))
@@ -111,15 +121,14 @@ class SharedMemoryGroup:
             leaders = self._slot(number, 0, x.dtype, len(part))
             if self.rank == 0:
                 leaders.copy_(part)
-            self._meet(number)
+            self._meet()
             if self.rank:
                 part.copy_(leaders)
         return x
 
     def _next(self) -> int:
         """The number of the meeting that is prepared now."""
-        self._meetings += 1
-        return self._meetings
+        return int(self._code.headrace_shared_meetings(self._handle)) + 1
 
     def _offset(self, number: int, rank: int) -> int:
         return self._control + ((number & 1) * self.world_size + rank) * SLOT_BYTES
@@ -131,8 +140,8 @@ class SharedMemoryGroup:
         at = self._offset(number, rank)
         return self._memory[at : at + count * dtype.itemsize].view(dtype)
 
-    def _meet(self, number: int) -> None:
-        self._check(self._code.headrace_shared_meet(self._handle, number, self._seconds))
+    def _meet(self) -> None:
+        self._check(self._code.headrace_shared_meet(self._handle))
 
     def _check(self, outcome: int) -> None:
         if outcome:
@@ -141,16 +150,23 @@ class SharedMemoryGroup:
             raise GroupBroken(f"rank {self.rank} of {self.world_size} lost another rank: rank {rank} {why}")
 
 
+def _most() -> int:
+    """Numbers of a sum that go at once: two planes fit into a slot."""
+    return SLOT_BYTES // 8
+
+
 def _functions() -> ctypes.CDLL:
     """The compiled functions; raises BuildFailed."""
     code = load_code()
-    address, number = ctypes.c_void_p, ctypes.c_uint64
-    code.headrace_shared_control_bytes.argtypes = [ctypes.c_int]
-    code.headrace_shared_control_bytes.restype = ctypes.c_int64
-    code.headrace_shared_open.argtypes = [address, ctypes.c_int, ctypes.c_int, ctypes.c_int64, address, ctypes.c_int]
-    code.headrace_shared_open.restype = address
-    code.headrace_shared_meet.argtypes = [address, number, ctypes.c_double]
-    code.headrace_shared_meet.restype = ctypes.c_uint32
-    code.headrace_shared_sum.argtypes = [address, number, ctypes.c_char_p, address, address, ctypes.c_int64, ctypes.c_double]
-    code.headrace_shared_sum.restype = ctypes.c_uint32
+    address, number, reason = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+    for name, result, *arguments in (
+        ("control_bytes", number, ctypes.c_int),
+        ("open", address, address, ctypes.c_int, ctypes.c_int, number, address, ctypes.c_int),
+        ("meetings", ctypes.c_uint64, address),
+        ("limit", None, address, ctypes.c_double),
+        ("meet", reason, address),
+        ("sum", reason, address, ctypes.c_char_p, address, address, number),
+    ):
+        function = getattr(code, f"headrace_shared_{name}")
+        function.argtypes, function.restype = arguments, result
     return code

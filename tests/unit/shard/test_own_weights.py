@@ -120,6 +120,33 @@ def test_recorded_layers_equal_their_operations_one_by_one(changes: dict[str, An
             assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_recorded_sums_equal_those_one_by_one(world_size: int, tmp_path: Path) -> None:
+    """Steps of one row, of more rows than the buffers had, and of few again; before them an odd number of meetings or not."""
+    sizes: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32}
+    opened = ModelFolder.open(write_tiny_gguf(tmp_path, "Q4_1", hidden_size=96, vocab_size=301, **sizes))
+
+    def run(group: Group) -> list[torch.Tensor]:
+        logits = []
+        with torch.inference_mode():
+            backend = CpuBackend(group, Library(), 1, OWN)
+            model = load_model(opened, open_weights(opened), backend, group.rank, group.world_size)
+            backend.allocate_kv(model.layers, 8, model.attention)
+            recorded = backend.run
+            for tokens in (sequences()[0], sequences()[3], sequences()[1]):
+                for way in (lambda layers, x: layers(x), recorded):
+                    for meetings in (0, 1):
+                        backend.run = way  # type: ignore[method-assign]
+                        for _ in range(meetings):
+                            group.sum(torch.zeros(1))
+                        logits.append(model.forward(one_chunk(tokens)).clone())
+        return logits
+
+    got = on_ranks(world_size, tmp_path / "meet", run)[0]
+    for at in range(0, len(got), 4):
+        assert all(torch.equal(other, got[at]) for other in got[at + 1 : at + 4])
+
+
 def same(got: torch.Tensor, expected: torch.Tensor, changes: dict[str, Any]) -> bool:
     """Equal bits where attention is the kernels' own; heads that they do not cover are left to torch."""
     return torch.equal(got, expected) if changes.get("head_dim") != 8 else torch.allclose(got, expected, atol=0.5)

@@ -49,6 +49,12 @@ class ThreadGroup:
         total = torch.stack(self._exchange(x)).sum(0)
         return total if residual is None else residual.add_(total)
 
+    def recordable(self, rows: int, width: int) -> bool:
+        return False
+
+    def run(self, calls: Callable[[int | None], int]) -> None:
+        raise NotImplementedError
+
     def limit(self, seconds: float) -> float:
         return seconds
 

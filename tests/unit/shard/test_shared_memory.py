@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 
 from headrace._common.errors import StartupError
 from headrace_shard.kernels import build as building
+from headrace_shard.kernels.library import Library
+from headrace_shard.kernels.recording import Recording
 from headrace_shard.parallel import rendezvous, shared_memory
 from headrace_shard.parallel.group import GroupBroken
 from headrace_shard.parallel.shared_memory import SharedMemoryGroup
@@ -156,6 +158,36 @@ def test_a_lost_rank_is_named_by_all_others(who: int, how: str, tmp_path: Path) 
     reason = "has ended" if how == "ends" else "did not answer for 1 s"
     for rank, message in enumerate(on_ranks(3, tmp_path / "meet", run)):
         assert rank == who or message == f"rank {rank} of 3 lost another rank: rank {who} {reason}"
+
+
+@pytest.mark.parametrize("how", ["ends", "freezes"])
+def test_a_rank_lost_in_a_recorded_pass_ends_it(how: str, tmp_path: Path) -> None:
+    """The pass has three sums, onto three rows; one rank comes to the first only."""
+    done, library = threading.Barrier(3), Library()
+
+    def run(group: SharedMemoryGroup) -> tuple[str, list[float]]:
+        group.limit(1.0 if how == "freezes" else 60.0)
+        rows, recording = torch.zeros(3, 96), Recording()
+        for row in rows[: 1 if group.rank == 1 else 3]:
+            recording.sum(None, row.data_ptr(), row.data_ptr(), 96)
+        group.room(1, 96).fill_(1.0)
+        calls = recording.calls()
+        if group.rank == 1:
+            group.run(lambda address: library.run(calls, 1, address))
+            if how == "ends":
+                for peer in group._peers.values():
+                    peer.close()
+            done.wait(30)
+            return "", rows[:, 5].tolist()
+        with pytest.raises(GroupBroken) as caught:
+            group.run(lambda address: library.run(calls, 1, address))
+        done.wait(30)
+        return str(caught.value), rows[:, 5].tolist()
+
+    reason = "has ended" if how == "ends" else "did not answer for 1 s"
+    for rank, (message, rows) in enumerate(on_ranks(3, tmp_path / "meet", run)):
+        assert rank == 1 or message == f"rank {rank} of 3 lost another rank: rank 1 {reason}"
+        assert rows == [3.0, 0.0, 0.0]
 
 
 # How they meet

@@ -12,6 +12,7 @@
 
 #include "blocks.h"
 #include "pool.h"
+#include "shared.h"
 #include "types.h"
 
 namespace headrace {
@@ -89,20 +90,27 @@ T* pointer(int64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-void make(const Call& call, int64_t rows) {
+// Returns 0, or why a sum did not come about.
+uint32_t make(const Call& call, int64_t rows, SharedGroup* group) {
   const int64_t* a = call.arguments;
+  auto out = [&](int64_t address) { return address ? pointer<float>(address) : room_of(group); };
   switch (call.function) {
     case kLinear:
-      return chosen->linear(
+      chosen->linear(
           pointer<float>(a[0]), rows, pointer<Norm>(a[1]), pointer<Matrix>(a[2]), static_cast<int>(a[3]),
-          pointer<float>(a[4]), pointer<float>(a[5]));
+          pointer<float>(a[4]), out(a[5]));
+      return 0;
     case kMlp:
-      return chosen->mlp(
+      chosen->mlp(
           pointer<float>(a[0]), rows, pointer<Norm>(a[1]), pointer<Matrix>(a[2]), pointer<Matrix>(a[3]),
-          pointer<float>(a[4]), pointer<float>(a[5]));
+          pointer<float>(a[4]), out(a[5]));
+      return 0;
+    case kSum:
+      return sum(group, pointer<uint8_t>(a[0]), pointer<float>(a[1]), pointer<float>(a[2]), rows * a[3]);
     default:
-      return chosen->attention(
+      chosen->attention(
           pointer<float>(a[0]), pointer<Heads>(a[1]), pointer<Tiles>(a[2]), pointer<void>(a[3]), pointer<float>(a[4]));
+      return 0;
   }
 }
 
@@ -206,9 +214,12 @@ void headrace_threshold(
   chosen->threshold(scores, weights, rows, columns, masses, thresholds);
 }
 
-// Makes recorded calls, one after the other.
-void headrace_run(const Call* calls, int64_t count, int64_t rows) {
-  for (const Call* call = calls; call < calls + count; ++call) make(*call, rows);
+// Makes recorded calls, one after the other; the sums are those of `group`. Returns 0, or why a sum did not come about.
+uint32_t headrace_run(const Call* calls, int64_t count, int64_t rows, SharedGroup* group) {
+  for (const Call* call = calls; call < calls + count; ++call) {
+    if (uint32_t reason = make(*call, rows, group)) return reason;
+  }
+  return 0;
 }
 
 }  // extern "C"

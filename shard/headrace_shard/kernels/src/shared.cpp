@@ -3,6 +3,8 @@
 // Behind the control words the memory holds two sets of slots, one slot a rank. Meeting number n uses set n mod 2: a rank
 // writes its slot, meets the others, and reads theirs. Whoever comes to meeting n + 1 has read what it wanted of meeting n,
 // so that the set is free for meeting n + 2.
+#include "shared.h"
+
 #include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
@@ -60,6 +62,8 @@ void wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+}  // namespace
+
 class SharedGroup {
  public:
   SharedGroup(uint8_t* memory, int rank, int world, int64_t slot_bytes, const int* sockets, bool spins)
@@ -72,8 +76,18 @@ class SharedGroup {
         sockets_(sockets, sockets + world),
         spins_(spins) {}
 
-  // Waits until all ranks have come to meeting `number`: 0, or why that will not happen.
-  uint32_t meet(uint64_t number, double seconds) {
+  int rank() const { return rank_; }
+  uint64_t meetings() const { return meetings_; }
+
+  // From now on a meeting that takes longer breaks the group.
+  void limit(double seconds) { seconds_ = seconds; }
+
+  // A rank's slot at the next meeting.
+  uint8_t* slot(int rank) const { return slot_at(meetings_ + 1, rank); }
+
+  // Waits until all ranks have come to the next meeting: 0, or why that will not happen.
+  uint32_t meet() {
+    const uint64_t number = ++meetings_;
     const uint32_t word = static_cast<uint32_t>(number);
     arrived_[rank_].meeting.store(number, std::memory_order_relaxed);
     if (control_->arrivals.fetch_add(1) + 1 == number * world_) {
@@ -90,7 +104,7 @@ class SharedGroup {
       }
     }
     // Slices are counted, not the clock's time: that of a process that was frozen itself goes on.
-    const double slice = std::min(kSlice, seconds);
+    const double slice = std::min(kSlice, seconds_);
     for (double waited = 0; !complete(word);) {
       if (uint32_t reason = control_->broken.load()) return reason;
       control_->sleepers.fetch_add(1);
@@ -99,7 +113,7 @@ class SharedGroup {
       const int gone = ended();
       if (complete(word)) break;
       if (gone >= 0) return give_up(kEnded, gone);
-      if (waited >= seconds) return give_up(kSilent, missing(number));
+      if (waited >= seconds_) return give_up(kSilent, missing(number));
     }
     return 0;
   }
@@ -107,13 +121,11 @@ class SharedGroup {
   // out = [residual +] the sum over the slots. A rank has a part in the first half of the sum (halves[rank] 1), the
   // second (2), or one in each (3), which lie one behind the other; null: all are in the first. Each half is summed in the
   // order of the ranks, then both. This rank's slot is written.
-  uint32_t sum(
-      uint64_t number, const uint8_t* halves, const float* residual, float* out, int64_t count, double seconds) {
-    if (uint32_t reason = meet(number, seconds)) return reason;
-    const uint8_t* first = slots_ + static_cast<int64_t>(number & 1) * world_ * slot_bytes_;
+  uint32_t sum(const uint8_t* halves, const float* residual, float* out, int64_t count) {
+    if (uint32_t reason = meet()) return reason;
     std::vector<const float*> parts[2];
     for (int rank = 0; rank < world_; ++rank) {
-      const float* part = reinterpret_cast<const float*>(first + rank * slot_bytes_);
+      const float* part = reinterpret_cast<const float*>(slot_at(meetings_, rank));
       const int in = halves ? halves[rank] : 1;
       if (in & 1) parts[0].push_back(part);
       if (in & 2) parts[1].push_back(in & 1 ? part + count : part);
@@ -132,6 +144,10 @@ class SharedGroup {
   }
 
  private:
+  uint8_t* slot_at(uint64_t meeting, int rank) const {
+    return slots_ + (static_cast<int64_t>(meeting & 1) * world_ + rank) * slot_bytes_;
+  }
+
   static void pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -196,15 +212,22 @@ class SharedGroup {
 
   Control* control_;
   Arrived* arrived_;
-  const uint8_t* slots_;
+  uint8_t* slots_;
   int rank_;
   int world_;
   int64_t slot_bytes_;
   std::vector<int> sockets_;
   bool spins_;
+  uint64_t meetings_ = 0;  // to which this rank has come
+  double seconds_ = 0;
 };
 
-}  // namespace
+float* room_of(const SharedGroup* group) { return reinterpret_cast<float*>(group->slot(group->rank())); }
+
+uint32_t sum(SharedGroup* group, const uint8_t* halves, const float* residual, float* out, int64_t count) {
+  return group->sum(halves, residual, out, count);
+}
+
 }  // namespace headrace
 
 using headrace::SharedGroup;
@@ -217,18 +240,19 @@ int64_t headrace_shared_control_bytes(int world) { return headrace::control_byte
 // One rank's view of memory that was all zero when the first rank opened it. `sockets`: for each rank a socket whose
 // other end is that rank's and closes with its process, or -1. `spins`: every thread of every rank has a core. It lives
 // as long as the process.
-void* headrace_shared_open(uint8_t* memory, int rank, int world, int64_t slot_bytes, const int* sockets, int spins) {
+SharedGroup* headrace_shared_open(uint8_t* memory, int rank, int world, int64_t slot_bytes, const int* sockets, int spins) {
   return new SharedGroup(memory, rank, world, slot_bytes, sockets, spins != 0);
 }
 
-uint32_t headrace_shared_meet(void* group, uint64_t number, double seconds) {
-  return static_cast<SharedGroup*>(group)->meet(number, seconds);
-}
+uint64_t headrace_shared_meetings(const SharedGroup* group) { return group->meetings(); }
+
+void headrace_shared_limit(SharedGroup* group, double seconds) { group->limit(seconds); }
+
+uint32_t headrace_shared_meet(SharedGroup* group) { return group->meet(); }
 
 uint32_t headrace_shared_sum(
-    void* group, uint64_t number, const uint8_t* halves, const float* residual, float* out, int64_t count,
-    double seconds) {
-  return static_cast<SharedGroup*>(group)->sum(number, halves, residual, out, count, seconds);
+    SharedGroup* group, const uint8_t* halves, const float* residual, float* out, int64_t count) {
+  return group->sum(halves, residual, out, count);
 }
 
 }  // extern "C"

@@ -82,8 +82,8 @@ struct Heads {
 };
 
 // A call of one of the kernels, recorded to be made again with another number of rows: arguments in the kernel's order,
-// the rows left out.
-enum Function : int64_t { kLinear = 0, kMlp = 1, kAttention = 2 };
+// the rows left out. An `out` that is null is this rank's part of the sum that follows.
+enum Function : int64_t { kLinear = 0, kMlp = 1, kAttention = 2, kSum = 3 };
 struct Call {
   int64_t function;
   int64_t arguments[6];
