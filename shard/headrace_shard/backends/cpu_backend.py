@@ -195,7 +195,9 @@ class CpuBackend(TorchBackend):
 
     def head(self, x: torch.Tensor, norm: PackedNorm, head: Packed) -> torch.Tensor:  # type: ignore[override]
         rows = x if self._all_wanted else x[self._wanted]
-        return self._group.gather(self._linear(rows, norm, head, out=self._group.room(len(rows), head.width)))
+        if self._group.world_size == 1:
+            return self._linear(rows, norm, head)
+        return self._group.gather(self._linear(rows, norm, head, out=self._buffer("logits", len(rows), head.width)))
 
     def _linear(
         self, x: torch.Tensor, norm: PackedNorm | None, weights: Packed, residual: torch.Tensor | None = None,

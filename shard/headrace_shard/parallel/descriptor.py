@@ -7,11 +7,20 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
-from headrace_shard.parallel.group import Group
 from headrace_shard.step import Chunk, Ints, StepInput
+
+
+class Broadcasting(Protocol):
+    """The part of a group that a message needs."""
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x into every rank's x."""
+
 
 IDLE, STEP, STOP = range(3)
 HEADER = 7
@@ -52,8 +61,8 @@ def decode(values: Ints) -> StepInput:
     return StepInput(token_ids, positions, slots, tables, lengths, tuple(parts), wanted)
 
 
-def send(group: Group, values: Ints) -> None:
-    """Rank 0: bring a step, or the header of an idle or last one, to all others."""
+def send(group: Broadcasting, values: Ints) -> None:
+    """`Group.send` where a message's size has to be known before it comes."""
     first = np.zeros(HEADER + INLINE, dtype=np.int64)
     first[: min(len(values), len(first))] = values[: len(first)]
     group.broadcast(torch.from_numpy(first))
@@ -61,8 +70,8 @@ def send(group: Group, values: Ints) -> None:
         group.broadcast(torch.from_numpy(np.ascontiguousarray(values[len(first) :])))
 
 
-def receive(group: Group) -> Ints:
-    """Another rank: the integers that rank 0 sent."""
+def receive(group: Broadcasting) -> Ints:
+    """`Group.receive` of what `send` sends."""
     first = torch.zeros(HEADER + INLINE, dtype=torch.int64)
     values = group.broadcast(first).numpy()
     total = HEADER + int(values[1])

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from headrace._common.errors import StartupError
+from headrace_shard.parallel import descriptor
 from headrace_shard.parallel.group import BOTH_HALVES, LOAD_TIMEOUT, GroupBroken, first_line
+from headrace_shard.step import Ints
 
 
 class DistributedGroup:
@@ -74,6 +76,12 @@ class DistributedGroup:
         with self._guard():
             dist.broadcast(x, src=0, group=self._group)
         return x
+
+    def send(self, values: Ints) -> None:
+        descriptor.send(self, values)
+
+    def receive(self) -> Ints:
+        return descriptor.receive(self)
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:

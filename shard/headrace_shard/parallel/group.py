@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from headrace._common.errors import HeadraceError
+from headrace_shard.step import Ints
 
 BOTH_HALVES = 3  # see `Group.sum`
 LOAD_TIMEOUT = 600.0  # seconds in which all ranks must have loaded their weights
@@ -39,7 +40,7 @@ class Group(Protocol):
     world_size: int
 
     def room(self, rows: int, width: int) -> torch.Tensor:
-        """Memory [rows, width], float32, for this rank's x of the next `sum` or `gather`, which then has less to copy."""
+        """Memory [rows, width], float32, for this rank's x of the next `sum`, which then has less to copy."""
 
     def sum(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, halves: Sequence[int] | None = None
@@ -60,10 +61,18 @@ class Group(Protocol):
         """Make recorded calls of the CPU kernels, `Library.run` with what it must know of the group."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """On rank 0 the parts [rows, n] of all ranks side by side, [rows, world_size n]; elsewhere x."""
+        """On rank 0 the parts [rows, n] of all ranks side by side, [rows, world_size n], until the collective after the
+        next; elsewhere x.
+        """
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's x into every rank's x."""
+
+    def send(self, values: Ints) -> None:
+        """Rank 0: bring integers to all others. It need not wait for them; what it does next with them does."""
+
+    def receive(self) -> Ints:
+        """Another rank: what rank 0 sent."""
 
     def limit(self, seconds: float) -> float:
         """From now on a collective that takes longer breaks the group. Rank 0's value holds, and is returned to all."""
@@ -93,6 +102,12 @@ class Alone:
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def send(self, values: Ints) -> None:
+        pass
+
+    def receive(self) -> Ints:
+        raise NotImplementedError("there is no other rank")
 
     def limit(self, seconds: float) -> float:
         return seconds

@@ -33,7 +33,7 @@ class Leader:
         """
         if self._group.world_size == 1:
             return self._model.forward(step)
-        descriptor.send(self._group, descriptor.encode(step))
+        self._group.send(descriptor.encode(step))
         try:
             return self._model.forward(step)
         except RuntimeError as error:
@@ -45,12 +45,12 @@ class Leader:
         Raises:
             GroupBroken: one does not answer.
         """
-        descriptor.send(self._group, descriptor.note(descriptor.IDLE))
+        self._group.send(descriptor.note(descriptor.IDLE))
         self._group.sum(torch.zeros(1))
 
     def stop(self) -> None:
         """Tell the followers to end."""
-        descriptor.send(self._group, descriptor.note(descriptor.STOP))
+        self._group.send(descriptor.note(descriptor.STOP))
 
 
 class Follower:
@@ -87,7 +87,7 @@ class Follower:
 
     def _one(self) -> bool:
         """Run what the leader sends next; False when it has said that this was all."""
-        values = descriptor.receive(self._group)
+        values = self._group.receive()
         kind = int(values[0])
         if kind == descriptor.IDLE:
             self._group.sum(torch.zeros(1))

@@ -8,11 +8,13 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from headrace_shard.kernels.library import load_code
 from headrace_shard.parallel import rendezvous
 from headrace_shard.parallel.group import BOTH_HALVES, LOAD_TIMEOUT, GroupBroken
+from headrace_shard.step import Ints
 
 SLOT_BYTES = 16 << 20  # of one rank's part; memory is taken where it is written. Larger parts go in pieces
 ENDED = 1
@@ -29,7 +31,7 @@ class SharedMemoryGroup:
             StartupError: not all came within LOAD_TIMEOUT.
         """
         self.rank, self.world_size = rank, world_size
-        self._code = _functions()
+        self._code, self._meetings, self._come = _functions()
         self._control = int(self._code.headrace_shared_control_bytes(world_size))
         size = self._control + 2 * world_size * SLOT_BYTES
         if rank == 0:
@@ -43,13 +45,15 @@ class SharedMemoryGroup:
             self._memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         finally:
             os.close(descriptor)
+        self._begin = int(self._memory.data_ptr())
         sockets = [self._peers[r].fileno() if r in self._peers else -1 for r in range(world_size)]
         self._sockets = (ctypes.c_int * world_size)(*sockets)
         spins = world_size * threads <= len(os.sched_getaffinity(0))
         self._handle = self._code.headrace_shared_open(
-            self._memory.data_ptr(), rank, world_size, SLOT_BYTES, self._sockets, spins
+            self._begin, rank, world_size, SLOT_BYTES, self._sockets, spins
         )
         self._limit(LOAD_TIMEOUT)
+        self._comes = False  # it may have come to a meeting without waiting for the others
         self._rooms: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def limit(self, seconds: float) -> float:
@@ -84,15 +88,16 @@ class SharedMemoryGroup:
             total = self.sum(x.float(), None, halves).to(x.dtype)
             return total if residual is None else residual.add_(total)
         x = x.contiguous()
-        there = x.data_ptr() == self._address(self._next())
+        there = x.data_ptr() == self._address(self._next(), self.rank)
         planes = 2 if halves is not None and halves[self.rank] == BOTH_HALVES else 1
         out = residual if residual is not None else torch.empty_like(x[: len(x) // planes])
         count = out.numel()
         for at in range(0, count, _most()):
             size = min(count - at, _most())
             number = self._next()
+            to = self._address(number, self.rank)
             for plane in range(0 if there else planes):
-                ctypes.memmove(self._address(number) + 4 * plane * size, x.data_ptr() + 4 * (plane * count + at), 4 * size)
+                ctypes.memmove(to + 4 * plane * size, x.data_ptr() + 4 * (plane * count + at), 4 * size)
             self._check(self._code.headrace_shared_sum(
                 self._handle, bytes(halves) if halves else None,
                 residual.data_ptr() + 4 * at if residual is not None else None, out.data_ptr() + 4 * at, size,
@@ -102,18 +107,16 @@ class SharedMemoryGroup:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         rows, width = x.shape
-        pieces = []
-        for part in torch.split(x, max(1, SLOT_BYTES // (width * x.itemsize))) if rows else [x]:
+        most, wholes = max(1, SLOT_BYTES // (width * x.itemsize)), []
+        for part in torch.split(x, most) if rows else [x]:
             number = self._next()
-            if part.data_ptr() != self._address(number):
-                self._slot(number, self.rank, x.dtype, part.numel()).copy_(part.view(-1))
-            self._meet()
+            self._check(self._code.headrace_shared_gather(self._handle, part.data_ptr(), len(part), width * x.itemsize))
             if self.rank == 0:
-                parts = [self._slot(number, r, x.dtype, part.numel()).view(-1, width) for r in range(self.world_size)]
-                pieces.append(torch.cat(parts, dim=-1))
+                whole = self._slot(number, 0, x.dtype, self.world_size * part.numel()).view(len(part), -1)
+                wholes.append(whole.clone() if rows > most else whole)
         if self.rank:
             return x
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return torch.cat(wholes) if rows > most else wholes[0]
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         for part in torch.split(x.view(-1), SLOT_BYTES // x.itemsize):
@@ -121,27 +124,47 @@ class SharedMemoryGroup:
             leaders = self._slot(number, 0, x.dtype, len(part))
             if self.rank == 0:
                 leaders.copy_(part)
-            self._meet()
+            self._check(self._code.headrace_shared_meet(self._handle))
             if self.rank:
                 part.copy_(leaders)
         return x
 
+    def send(self, values: Ints) -> None:
+        for at in range(0, len(values), _room()):
+            part, address = values[at : at + _room()], self._address(self._next(), 0)
+            ctypes.c_int64.from_address(address).value = len(values)
+            ctypes.memmove(address + 8, part.ctypes.data, part.nbytes)
+            self._come(self._handle)
+            self._comes = True
+
+    def receive(self) -> Ints:
+        parts: list[Ints] = []
+        while True:
+            number = self._next()
+            self._check(self._code.headrace_shared_meet(self._handle))
+            total = ctypes.c_int64.from_address(self._address(number, 0)).value
+            left = total - sum(map(len, parts))
+            here = self._slot(number, 0, torch.int64, 1 + min(left, _room()))
+            parts.append(here.numpy()[1:].copy())
+            if left <= _room():
+                return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
     def _next(self) -> int:
         """The number of the meeting that is prepared now."""
-        return int(self._code.headrace_shared_meetings(self._handle)) + 1
+        if self._comes:
+            self._check(self._code.headrace_shared_wait(self._handle))
+            self._comes = False
+        return self._meetings(self._handle) + 1
 
     def _offset(self, number: int, rank: int) -> int:
         return self._control + ((number & 1) * self.world_size + rank) * SLOT_BYTES
 
-    def _address(self, number: int) -> int:
-        return int(self._memory.data_ptr()) + self._offset(number, self.rank)
+    def _address(self, number: int, rank: int) -> int:
+        return self._begin + self._offset(number, rank)
 
     def _slot(self, number: int, rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         at = self._offset(number, rank)
         return self._memory[at : at + count * dtype.itemsize].view(dtype)
-
-    def _meet(self) -> None:
-        self._check(self._code.headrace_shared_meet(self._handle))
 
     def _check(self, outcome: int) -> None:
         if outcome:
@@ -155,18 +178,29 @@ def _most() -> int:
     return SLOT_BYTES // 8
 
 
-def _functions() -> ctypes.CDLL:
-    """The compiled functions; raises BuildFailed."""
+def _room() -> int:
+    """Integers of a message that go at once, behind its length."""
+    return SLOT_BYTES // 8 - 1
+
+
+def _functions() -> tuple[ctypes.CDLL, Callable[[int], int], Callable[[int], None]]:
+    """The compiled functions; "meetings" and "come" apart: they keep the GIL, which others would not give back soon.
+
+    Raises:
+        BuildFailed: there are none.
+    """
     code = load_code()
     address, number, reason = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
     for name, result, *arguments in (
         ("control_bytes", number, ctypes.c_int),
         ("open", address, address, ctypes.c_int, ctypes.c_int, number, address, ctypes.c_int),
-        ("meetings", ctypes.c_uint64, address),
         ("limit", None, address, ctypes.c_double),
         ("meet", reason, address),
+        ("wait", reason, address),
+        ("gather", reason, address, address, number, number),
         ("sum", reason, address, ctypes.c_char_p, address, address, number),
     ):
         function = getattr(code, f"headrace_shared_{name}")
         function.argtypes, function.restype = arguments, result
-    return code
+    meetings = ctypes.PYFUNCTYPE(ctypes.c_uint64, address)(("headrace_shared_meetings", code))
+    return code, meetings, ctypes.PYFUNCTYPE(None, address)(("headrace_shared_come", code))

@@ -20,7 +20,7 @@ from headrace_shard.backends.torch_backend import TorchBackend
 from headrace_shard.models import load_model
 from headrace_shard.parallel import descriptor
 from headrace_shard.parallel.runner import Follower, Leader
-from headrace_shard.step import Chunk, StepInput
+from headrace_shard.step import Chunk, Ints, StepInput
 from headrace_shard.weights import open_weights
 from tests.models import write_tiny_model
 
@@ -48,6 +48,12 @@ class ThreadGroup:
     ) -> torch.Tensor:
         total = torch.stack(self._exchange(x)).sum(0)
         return total if residual is None else residual.add_(total)
+
+    def send(self, values: Ints) -> None:
+        descriptor.send(self, values)
+
+    def receive(self) -> Ints:
+        return descriptor.receive(self)
 
     def recordable(self, rows: int, width: int) -> bool:
         return False
@@ -146,9 +152,9 @@ def steps() -> st.SearchStrategy[StepInput]:
 def test_a_step_reaches_every_rank_as_it_is(step: StepInput) -> None:
     def run(group: ThreadGroup) -> StepInput:
         if group.rank == 0:
-            descriptor.send(group, descriptor.encode(step))
+            group.send(descriptor.encode(step))
             return step
-        return descriptor.decode(descriptor.receive(group))
+        return descriptor.decode(group.receive())
 
     for got in on_ranks(3, run):
         for name in ("token_ids", "positions", "slots", "decode_tables", "decode_lengths", "logit_rows"):

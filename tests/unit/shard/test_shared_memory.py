@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -47,7 +48,7 @@ def part(seed: int, rank: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank))
 
 
-NAMES = ["sum", "onto", "room", "gather", "room-gather", "broadcast"]
+NAMES = ["sum", "onto", "room", "gather", "broadcast", "send"]
 OPERATIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(1, 70), st.integers(1, 70)), min_size=1, max_size=12)
 
 
@@ -67,7 +68,13 @@ def test_collectives_in_any_order(
             mine, residual = parts[group.rank], part(number, 9, rows, width)
             if "room" in name:
                 mine = group.room(rows, width).copy_(mine)
-            if name == "broadcast":
+            if name == "send":
+                message = np.random.default_rng(number).integers(0, 99, rows * width)
+                if group.rank == 0:
+                    group.send(message)
+                else:
+                    assert np.array_equal(group.receive(), message)
+            elif name == "broadcast":
                 assert torch.equal(group.broadcast(mine), part(number, 0, rows, width))
             elif "gather" in name:
                 got = group.gather(mine)

@@ -216,6 +216,7 @@ void headrace_threshold(
 
 // Makes recorded calls, one after the other; the sums are those of `group`. Returns 0, or why a sum did not come about.
 uint32_t headrace_run(const Call* calls, int64_t count, int64_t rows, SharedGroup* group) {
+  if (uint32_t reason = group ? wait(group) : 0) return reason;
   for (const Call* call = calls; call < calls + count; ++call) {
     if (uint32_t reason = make(*call, rows, group)) return reason;
   }

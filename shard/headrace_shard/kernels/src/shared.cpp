@@ -17,6 +17,7 @@
 #include <cerrno>
 #include <climits>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "pool.h"
@@ -87,16 +88,28 @@ class SharedGroup {
 
   // Waits until all ranks have come to the next meeting: 0, or why that will not happen.
   uint32_t meet() {
+    if (uint32_t reason = wait()) return reason;
+    come();
+    return wait();
+  }
+
+  // Comes to the next meeting, the last one being complete, and leaves the waiting to another call.
+  void come() {
     const uint64_t number = ++meetings_;
-    const uint32_t word = static_cast<uint32_t>(number);
     arrived_[rank_].meeting.store(number, std::memory_order_relaxed);
-    if (control_->arrivals.fetch_add(1) + 1 == number * world_) {
-      control_->meeting.store(word);
-      if (control_->sleepers.load()) wake_all(&control_->meeting);
-      return 0;
-    }
-    for (int i = 0; spins_ && i < kSpins + kYields; ++i) {
-      if (complete(word)) return 0;
+    waits_ = control_->arrivals.fetch_add(1) + 1 < number * world_;
+    if (waits_) return;
+    control_->meeting.store(static_cast<uint32_t>(number));
+    if (control_->sleepers.load()) wake_all(&control_->meeting);
+  }
+
+  // Waits until all have come to the last meeting to which this rank came. Before that its slots must not be written: the
+  // others may still read what they wanted of the meeting before.
+  uint32_t wait() {
+    if (!waits_) return 0;
+    const uint64_t number = meetings_;
+    const uint32_t word = static_cast<uint32_t>(number);
+    for (int i = 0; spins_ && i < kSpins + kYields && !complete(word); ++i) {
       if (i < kSpins) {
         pause();
       } else {
@@ -115,7 +128,15 @@ class SharedGroup {
       if (gone >= 0) return give_up(kEnded, gone);
       if (waited >= seconds_) return give_up(kSilent, missing(number));
     }
+    waits_ = false;
     return 0;
+  }
+
+  // Puts this rank's columns beside those of the others, from the first rank's slot on: [rows, world row_bytes].
+  uint32_t gather(const uint8_t* part, int64_t rows, int64_t row_bytes) {
+    uint8_t* to = slot(0) + rank_ * row_bytes;
+    for (int64_t row = 0; row < rows; ++row) std::memcpy(to + row * world_ * row_bytes, part + row * row_bytes, row_bytes);
+    return meet();
   }
 
   // out = [residual +] the sum over the slots. A rank has a part in the first half of the sum (halves[rank] 1), the
@@ -219,10 +240,13 @@ class SharedGroup {
   std::vector<int> sockets_;
   bool spins_;
   uint64_t meetings_ = 0;  // to which this rank has come
+  bool waits_ = false;     // it has not seen yet that all came to the last one
   double seconds_ = 0;
 };
 
 float* room_of(const SharedGroup* group) { return reinterpret_cast<float*>(group->slot(group->rank())); }
+
+uint32_t wait(SharedGroup* group) { return group->wait(); }
 
 uint32_t sum(SharedGroup* group, const uint8_t* halves, const float* residual, float* out, int64_t count) {
   return group->sum(halves, residual, out, count);
@@ -249,6 +273,14 @@ uint64_t headrace_shared_meetings(const SharedGroup* group) { return group->meet
 void headrace_shared_limit(SharedGroup* group, double seconds) { group->limit(seconds); }
 
 uint32_t headrace_shared_meet(SharedGroup* group) { return group->meet(); }
+
+void headrace_shared_come(SharedGroup* group) { group->come(); }
+
+uint32_t headrace_shared_wait(SharedGroup* group) { return group->wait(); }
+
+uint32_t headrace_shared_gather(SharedGroup* group, const uint8_t* part, int64_t rows, int64_t row_bytes) {
+  return group->gather(part, rows, row_bytes);
+}
 
 uint32_t headrace_shared_sum(
     SharedGroup* group, const uint8_t* halves, const float* residual, float* out, int64_t count) {

@@ -7,6 +7,9 @@ namespace headrace {
 
 class SharedGroup;
 
+// Waits for a meeting to which this rank came without waiting: 0, or why it will not come about.
+uint32_t wait(SharedGroup* group);
+
 // Where this rank's part of the next sum belongs.
 float* room_of(const SharedGroup* group);
 
