@@ -28,11 +28,35 @@ namespace {
 constexpr int kSpins = 4000;
 constexpr int kYields = 60;
 constexpr double kSlice = 0.1;       // seconds of sleep between two looks at whether the others live
-constexpr int64_t kRun = 64;         // numbers that are summed at a time
+constexpr int64_t kRun = 16;         // numbers that are summed at a time
+constexpr int64_t kAhead = 512;      // numbers from what is summed to what is fetched from the other cores' caches
 constexpr int64_t kPiece = 1 << 15;  // numbers of a sum that are worth another thread
 
 // Why no meeting will come about any more, as `reason << 16 | rank`; 0 while there is no reason.
 enum Reason : uint32_t { kEnded = 1, kSilent = 2 };
+
+struct Run {
+  float numbers[kRun];
+
+  void operator+=(const Run& other) {
+    for (int64_t i = 0; i < kRun; ++i) numbers[i] += other.numbers[i];
+  }
+};
+
+template <class T>
+T load(const float* from) {
+  T value;
+  std::memcpy(&value, from, sizeof(T));
+  return value;
+}
+
+// One T of a half's sum.
+template <class T>
+T half_at(const std::vector<const float*>& parts, int64_t at) {
+  T total = load<T>(parts[0] + at);
+  for (size_t i = 1; i < parts.size(); ++i) total += load<T>(parts[i] + at);
+  return total;
+}
 
 struct Control {
   alignas(128) std::atomic<uint64_t> arrivals;  // of all ranks at all meetings
@@ -43,6 +67,7 @@ struct Control {
 
 struct Arrived {
   alignas(128) std::atomic<uint64_t> meeting;  // the last one to which this rank came
+  std::atomic<int32_t> core;                   // on which it was then
 };
 
 // Bytes before the first slot: whole pages.
@@ -96,6 +121,7 @@ class SharedGroup {
   // Comes to the next meeting, the last one being complete, and leaves the waiting to another call.
   void come() {
     const uint64_t number = ++meetings_;
+    arrived_[rank_].core.store(sched_getcpu(), std::memory_order_relaxed);
     arrived_[rank_].meeting.store(number, std::memory_order_relaxed);
     waits_ = control_->arrivals.fetch_add(1) + 1 < number * world_;
     if (waits_) return;
@@ -109,7 +135,8 @@ class SharedGroup {
     if (!waits_) return 0;
     const uint64_t number = meetings_;
     const uint32_t word = static_cast<uint32_t>(number);
-    for (int i = 0; spins_ && i < kSpins + kYields && !complete(word); ++i) {
+    const int patience = spins_ && !beside_missing(number) ? kSpins + kYields : 0;
+    for (int i = 0; i < patience && !complete(word); ++i) {
       if (i < kSpins) {
         pause();
       } else {
@@ -194,6 +221,19 @@ class SharedGroup {
     return rank_;
   }
 
+  // Whether a rank that has not come is on this one's core, as far as known. To spin would be to wait for oneself; whoever
+  // sleeps frees the core at once, and is woken on another one if there is any.
+  bool beside_missing(uint64_t number) const {
+    const int32_t core = sched_getcpu();
+    for (int rank = 0; rank < world_; ++rank) {
+      const Arrived& other = arrived_[rank];
+      if (other.core.load(std::memory_order_relaxed) == core && other.meeting.load(std::memory_order_relaxed) < number) {
+        return true;
+      }
+    }
+    return false;
+  }
+
   // The first reason holds for all ranks.
   uint32_t give_up(Reason reason, int rank) {
     uint32_t found = 0;
@@ -205,30 +245,22 @@ class SharedGroup {
 
   static void add(
       const std::vector<const float*> (&parts)[2], const float* residual, float* out, int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += kRun) {
-      const int64_t count = std::min(kRun, end - at);
-      float total[kRun], second[kRun];
-      half(parts[0], at, count, total);
-      if (!parts[1].empty()) {
-        half(parts[1], at, count, second);
-        plus(total, second, count);
+    int64_t at = begin;
+    for (; at + kRun <= end; at += kRun) {
+      for (const auto& of_half : parts) {
+        for (const float* part : of_half) __builtin_prefetch(part + at + kAhead);
       }
-      if (residual) plus(total, residual + at, count);
-      copy(out + at, total, count);
+      add_at<Run>(parts, residual, out, at);
     }
+    for (; at < end; ++at) add_at<float>(parts, residual, out, at);
   }
 
-  static void half(const std::vector<const float*>& parts, int64_t at, int64_t count, float* total) {
-    copy(total, parts[0] + at, count);
-    for (size_t i = 1; i < parts.size(); ++i) plus(total, parts[i] + at, count);
-  }
-
-  static void copy(float* to, const float* from, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) to[i] = from[i];
-  }
-
-  static void plus(float* to, const float* what, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) to[i] += what[i];
+  template <class T>
+  static void add_at(const std::vector<const float*> (&parts)[2], const float* residual, float* out, int64_t at) {
+    T total = half_at<T>(parts[0], at);
+    if (!parts[1].empty()) total += half_at<T>(parts[1], at);
+    if (residual) total += load<T>(residual + at);
+    std::memcpy(out + at, &total, sizeof(T));
   }
 
   Control* control_;
