@@ -112,7 +112,8 @@ class SharedMemoryGroup:
             number = self._next()
             self._check(self._code.headrace_shared_gather(self._handle, part.data_ptr(), len(part), width * x.itemsize))
             if self.rank == 0:
-                whole = self._slot(number, 0, x.dtype, self.world_size * part.numel()).view(len(part), -1)
+                whole = self._slot(number, 0, x.dtype, self.world_size * part.numel())
+                whole = whole.view(len(part), self.world_size * width)
                 wholes.append(whole.clone() if rows > most else whole)
         if self.rank:
             return x

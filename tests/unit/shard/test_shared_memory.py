@@ -117,6 +117,10 @@ def test_halves_are_summed_before_both(
         assert torch.equal(got, expected)
 
 
+def test_a_step_without_logits_gathers_no_rows(tmp_path: Path) -> None:
+    assert on_ranks(2, tmp_path / "meet", lambda group: group.gather(torch.zeros(0, 7)).shape) == [(0, 14), (0, 7)]
+
+
 def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     parts = [part(1, rank, 3, 5).bfloat16() for rank in range(3)]
     expected = (parts[0].float() + parts[1].float() + parts[2].float()).bfloat16()
