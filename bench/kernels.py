@@ -45,7 +45,7 @@ def prefill_step(length: int, vocab: int) -> StepInput:
     ids = np.random.default_rng(length).integers(0, vocab, length, dtype=np.int64)
     return StepInput(
         ids, positions, BLOCK_SIZE + positions, np.zeros((0, 0), dtype=np.int32), np.zeros(0, dtype=np.int64),
-        (Chunk(0, length, 0, table),), positions[-1:],
+        (Chunk(0, length, 0, table),), positions[-1:], prompts=length,
     )
 
 

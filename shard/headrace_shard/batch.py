@@ -81,6 +81,10 @@ class RunningBatch:
         assert request is not None
         return request
 
+    def in_prompt(self, slot: int) -> bool:
+        """Whether the token that is to be computed next is one of the prompt."""
+        return bool(self.computed[slot] < self.prompt[slot])
+
     def tokens_left(self, slot: int) -> int:
         """How many more tokens the request's own limit allows."""
         return int(self.max_new[slot] + self.prompt[slot] - self.known[slot])

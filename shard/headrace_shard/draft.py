@@ -160,9 +160,13 @@ class Drafter:
         return dict(zip(order, logits, strict=True))
 
     def _step(self, feed: dict[int, tuple[int, int]]) -> tuple[StepInput, list[int]]:
-        """The pass, and its rows in the order of its logits."""
+        """The pass, and its rows in the order of its logits. No text depends on it: a chunk that begins in a prompt counts as
+        all prompt.
+        """
         single = [slot for slot, (_, count) in feed.items() if count == 1]
-        order = single + [slot for slot, (_, count) in feed.items() if count > 1]
+        several = [slot for slot, (_, count) in feed.items() if count > 1]
+        prompts = [slot for slot in several if feed[slot][0] < self._rows.prompt[slot]]
+        order = single + [slot for slot in several if slot not in prompts] + prompts
         positions = np.concatenate([np.arange(feed[s][0], sum(feed[s]), dtype=np.int64) for s in order])
         counts = np.array([feed[s][1] for s in order], dtype=np.int64)
         owners, ends = np.repeat(np.array(order, dtype=np.int64), counts), np.cumsum(counts)
@@ -174,7 +178,11 @@ class Drafter:
         tokens = np.minimum(self._rows.tokens[owners, positions].astype(np.int64), self._model.vocab_size - 1)
         slots = self._table[owners, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         width = blocks_for(int(lengths.max())) if single else 0
-        return StepInput(tokens, positions, slots, self._table[single, :width], lengths, chunks, ends - 1), order
+        step = StepInput(
+            tokens, positions, slots, self._table[single, :width], lengths, chunks, ends - 1,
+            prompts=sum(feed[slot][1] for slot in prompts),
+        )
+        return step, order
 
     def _choose(self, logits: dict[int, torch.Tensor], drafted: int) -> dict[int, bool]:
         """Write the next draft token of rows with these logits; says of each that has one whether it is an end."""

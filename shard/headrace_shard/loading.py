@@ -211,7 +211,7 @@ def _warm_up(model: Model) -> float:
     step = StepInput(
         token_ids=np.zeros(tokens, dtype=np.int64), positions=positions, slots=BLOCK_SIZE + positions,
         decode_tables=np.zeros((0, 0), dtype=np.int32), decode_lengths=np.zeros(0, dtype=np.int64),
-        chunks=(Chunk(0, tokens, 0, table),), logit_rows=np.array([tokens - 1], dtype=np.int64),
+        chunks=(Chunk(0, tokens, 0, table),), logit_rows=np.array([tokens - 1], dtype=np.int64), prompts=tokens,
     )
     logits = model.forward(step)
     if not bool(torch.isfinite(logits).all()):

@@ -1,4 +1,8 @@
-"""Who runs in the next step: decode rows first, then prompt chunks up to the token budget; preemption when KV runs dry."""
+"""Who runs in the next step: decode rows first, then chunks up to the token budget; preemption when KV runs dry.
+
+A chunk is of a prompt, or of generated tokens that are computed again, never of both: a backend may compute the two kinds
+differently, and a row's result must depend on nothing but its kind.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +79,8 @@ class Scheduler:
             return None
         slots = np.array(active, dtype=np.int64)
         slots = slots[np.lexsort((rows.order[slots], -rows.priority[slots]))]  # highest priority first, oldest first
-        decoding = rows.known[slots] - rows.computed[slots] == 1
+        # A prompt's last token is a chunk of one.
+        decoding = (rows.known[slots] - rows.computed[slots] == 1) & (rows.computed[slots] >= rows.prompt[slots])
         decode = self._with_room(slots[decoding], working)
         prompts = [int(s) for s in slots[~decoding] if rows.requests[s] is not None]
         chunks: list[tuple[int, int]] = []
@@ -133,7 +138,8 @@ class Scheduler:
             while rows.requests[slot] is not None:
                 start = int(rows.computed[slot])
                 room = (int(rows.held[slot]) + self._blocks.free) * BLOCK_SIZE - start
-                count = whole_blocks(start, int(rows.known[slot]) - start, min(budget - kept, room))
+                end = int((rows.prompt if rows.in_prompt(slot) else rows.known)[slot])
+                count = whole_blocks(start, end - start, min(budget - kept, room))
                 if count > 0:
                     self._grow(slot, start + count)
                     coming.update(self._prefix.keys(slot, start, start + count))
@@ -178,8 +184,8 @@ def whole_blocks(start: int, left: int, most: int) -> int:
 
 
 def build(rows: RunningBatch, decode: Ints, chunks: list[tuple[int, int]], drafts: dict[int, int]) -> Plan:
-    """The arrays of a step: one token of each decode row, then the prompt chunks, then the rows with draft tokens behind
-    their last one. `drafts`: slots of `decode` and how many draft tokens they have.
+    """The arrays of a step: one token of each decode row, then the rows with draft tokens behind their last one, then the
+    chunks, those of prompts last. `drafts`: slots of `decode` and how many draft tokens they have.
     """
     known, computed = rows.known, rows.computed
     if drafts:
@@ -191,7 +197,8 @@ def build(rows: RunningBatch, decode: Ints, chunks: list[tuple[int, int]], draft
     wanted = [np.arange(len(decode), dtype=np.int64)]
     scores: list[PromptScores] = []
     offset = logits = len(decode)
-    for slot, count in (*chunks, *((slot, count + 1) for slot, count in drafts.items())):
+    chunks = sorted(chunks, key=lambda chunk: rows.in_prompt(chunk[0]))
+    for slot, count in (*((slot, count + 1) for slot, count in drafts.items()), *chunks):
         start, drafted = int(computed[slot]), drafts.get(slot, 0)
         positions.append(np.arange(start, start + count, dtype=np.int64))
         owners.append(np.full(count, slot, dtype=np.int64))
@@ -218,8 +225,9 @@ def build(rows: RunningBatch, decode: Ints, chunks: list[tuple[int, int]], draft
         slots=rows.table[owner, position // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + position % BLOCK_SIZE,
         decode_tables=rows.table[decode, :width], decode_lengths=computed[decode] + 1, chunks=tuple(parts),
         logit_rows=np.concatenate(wanted),
+        prompts=sum(count for slot, count in chunks if rows.in_prompt(slot)),
     )
-    moved = [(slot, 1) for slot in decode.tolist()] + chunks + [(slot, 1) for slot in drafts]
+    moved = [(slot, 1) for slot in (*decode.tolist(), *drafts)] + chunks
     slots, counts = np.array(moved, dtype=np.int64).reshape(-1, 2).T
     places = np.concatenate(sample_at)
     decode_tokens, draft_tokens = len(decode) + len(drafts), sum(drafts.values())

@@ -1,4 +1,4 @@
-"""What one forward pass works on: a flat, ragged batch of tokens. Decode rows come first, then prompt chunks."""
+"""What one forward pass works on: a flat, ragged batch of tokens. Generated tokens come first, then those of prompts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class StepInput:
         token_ids, positions, slots: [tokens]; a slot is the place of the token's K and V in the cache, in tokens.
         decode_tables: [decode rows, blocks], padded with the null block.
         decode_lengths: [decode rows] tokens to attend to, the new one included.
-        chunks: the prompt chunks after the decode rows.
+        chunks: what comes after the decode rows: chunks of generated tokens, then of prompts.
         logit_rows: flat rows whose logits are wanted, ascending.
+        prompts: how many of the flat rows, the last ones, are tokens of prompts.
     """
 
     token_ids: Ints
@@ -39,3 +40,4 @@ class StepInput:
     decode_lengths: Ints
     chunks: tuple[Chunk, ...]
     logit_rows: Ints
+    prompts: int = 0

@@ -77,7 +77,7 @@ def log_probabilities(folder: Path, ids: list[int], precision: Precision, unpack
     table = np.arange(1, blocks_for(len(ids)) + 1, dtype=np.int32)
     step = StepInput(
         np.array(ids, dtype=np.int64), positions, BLOCK_SIZE + positions, np.zeros((0, 0), dtype=np.int32),
-        np.zeros(0, dtype=np.int64), (Chunk(0, len(ids), 0, table),), positions,
+        np.zeros(0, dtype=np.int64), (Chunk(0, len(ids), 0, table),), positions, prompts=len(ids),
     )
     with torch.inference_mode():
         model = load_model(opened, weights, backend)

@@ -1,6 +1,6 @@
 """A step as one flat tensor of integers, so that followers run it and know nothing else.
 
-    [kind, length, decode rows, table width, chunks, logit rows, tokens]
+    [kind, length, decode rows, table width, chunks, logit rows, tokens, tokens of prompts]
     token ids, positions, slots, decode tables, decode lengths, logit rows, and for each chunk: offset, length, start,
     blocks, block numbers
 """
@@ -23,7 +23,7 @@ class Broadcasting(Protocol):
 
 
 IDLE, STEP, STOP = range(3)
-HEADER = 7
+HEADER = 8
 INLINE = 4096  # integers that travel with the header; a longer step takes a second message
 
 
@@ -37,13 +37,16 @@ def encode(step: StepInput) -> Ints:
         step.decode_lengths, step.logit_rows, *chunks,
     ))
     width = step.decode_tables.shape[1] if len(step.decode_lengths) else 0
-    head = [STEP, len(body), len(step.decode_lengths), width, len(chunks), len(step.logit_rows), len(step.token_ids)]
+    head = [
+        STEP, len(body), len(step.decode_lengths), width, len(chunks), len(step.logit_rows), len(step.token_ids),
+        step.prompts,
+    ]
     return np.concatenate((np.array(head, dtype=np.int64), body))
 
 
 def decode(values: Ints) -> StepInput:
     """The step of `encode`'s integers."""
-    _, _, rows, width, chunks, logits, tokens = values[:HEADER].tolist()
+    _, _, rows, width, chunks, logits, tokens, prompts = values[:HEADER].tolist()
     at = HEADER
 
     def take(count: int) -> Ints:
@@ -58,7 +61,7 @@ def decode(values: Ints) -> StepInput:
     for _ in range(chunks):
         offset, length, start, blocks = take(4).tolist()
         parts.append(Chunk(offset, length, start, take(blocks).astype(np.int32)))
-    return StepInput(token_ids, positions, slots, tables, lengths, tuple(parts), wanted)
+    return StepInput(token_ids, positions, slots, tables, lengths, tuple(parts), wanted, prompts)
 
 
 def send(group: Broadcasting, values: Ints) -> None:

@@ -23,7 +23,7 @@ META = torch.device("meta")
 MIXED = StepInput(  # two decode rows and a chunk of eight
     token_ids=np.arange(10), positions=np.concatenate(([3, 4], np.arange(8))), slots=BLOCK_SIZE + np.arange(10),
     decode_tables=np.ones((2, 1), dtype=np.int32), decode_lengths=np.array([4, 5]),
-    chunks=(Chunk(2, 8, 0, np.ones(1, dtype=np.int32)),), logit_rows=np.array([0, 1, 9]),
+    chunks=(Chunk(2, 8, 0, np.ones(1, dtype=np.int32)),), logit_rows=np.array([0, 1, 9]), prompts=8,
 )
 
 

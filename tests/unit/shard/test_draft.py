@@ -176,13 +176,13 @@ def test_a_preempted_request_is_taken_in_again() -> None:
 
 def test_its_end_token_is_its_last() -> None:
     def says(tokens: list[int]) -> int:
-        return EOS if len(tokens) == 30 else follows(tokens)
+        return EOS if len(tokens) == 28 else follows(tokens)
 
     d = Pair(says)
     d.model.says = says
     d.serve(request(1, [5], 100))
-    assert d.right == d.proposed
-    assert d.details[-1].generated_tokens == 30
+    assert d.proposed == d.right + 1 == 22  # five steps of four, one, and the end, behind which nothing counts
+    assert d.details[-1].generated_tokens == 28
 
 
 def test_a_failing_draft_model_costs_nothing_but_its_guesses() -> None:

@@ -83,7 +83,7 @@ def one_chunk(tokens: list[int]) -> StepInput:
     positions = np.arange(count, dtype=np.int64)
     return StepInput(
         np.array(tokens, dtype=np.int64), positions, 16 + positions, np.zeros((0, 0), dtype=np.int32),
-        np.zeros(0, dtype=np.int64), (Chunk(0, count, 0, np.arange(1, blocks + 1, dtype=np.int32)),), positions,
+        np.zeros(0, dtype=np.int64), (Chunk(0, count, 0, np.arange(1, blocks + 1, dtype=np.int32)),), positions, prompts=count,
     )
 
 
@@ -141,7 +141,7 @@ def steps() -> st.SearchStrategy[StepInput]:
         return StepInput(
             numbers(offset), numbers(offset), numbers(offset),
             rng.integers(0, 99, (rows, width if rows else 0), dtype=np.int32), numbers(rows), tuple(chunks),
-            numbers(rows + len(chunks)),
+            numbers(rows + len(chunks)), prompts=draw(st.integers(0, offset)),
         )
 
     return make()
@@ -159,7 +159,7 @@ def test_a_step_reaches_every_rank_as_it_is(step: StepInput) -> None:
     for got in on_ranks(3, run):
         for name in ("token_ids", "positions", "slots", "decode_tables", "decode_lengths", "logit_rows"):
             assert np.array_equal(getattr(got, name), getattr(step, name)), name
-        assert len(got.chunks) == len(step.chunks)
+        assert (got.prompts, len(got.chunks)) == (step.prompts, len(step.chunks))
         for a, b in zip(got.chunks, step.chunks, strict=True):
             assert (a.offset, a.length, a.start) == (b.offset, b.length, b.start)
             assert np.array_equal(a.table, b.table)
