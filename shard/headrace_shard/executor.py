@@ -77,16 +77,16 @@ class Executor:
         self, runner: Runner, rows: RunningBatch, blocks: BlockManager, *, eos_ids: frozenset[int], vocab_size: int,
         max_step_tokens: int, batch_lease: float, deliver: Callable[[Delivery], None], step_deadline: float,
         prefix_caching: bool = True, speculate: int = 0, draft: DraftModel | None = None,
-        grammars: GrammarCompiler | None = None, passes: Passes | None = None,
+        grammars: GrammarCompiler | None = None, passes: Passes | None = None, prompts_differ: bool = False,
     ) -> None:
         """`deliver` is called from the executor's thread; `step_deadline`: seconds after which a step counts as hung;
-        `grammars`: None if no request is ever constrained.
+        `grammars`: None if no request is ever constrained; `prompts_differ`: as in `Backend`.
         """
         self._passes = passes or TorchPasses()
         self._runner, self._rows, self._deliver, self._grammars = runner, rows, deliver, grammars
         if grammars is not None:
             grammars.on_ready = self.wake
-        self._prefix = PrefixCache(rows, blocks, prefix_caching)
+        self._prefix = PrefixCache(rows, blocks, prefix_caching, prompts_differ)
         self._table = BatchTable(rows, blocks, self._prefix, batch_lease)
         drafter = Drafter(draft, rows, vocab_size, eos_ids, self._passes, self._sampling_row, grammars) if draft else None
         self._speculation = Speculation(rows, speculate, drafter, grammars)

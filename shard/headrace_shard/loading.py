@@ -46,6 +46,7 @@ class Loaded:
 
     model: Model
     passes: Passes
+    prompts_differ: bool  # see `Backend`
     group: Group
     limits: Limits
     rows: int
@@ -115,8 +116,9 @@ def load(
         deadline = group.limit(max(STEP_DEADLINE, STEP_DEADLINE_FACTOR * slowest))
     dtype, quantization = described(backend)
     return Loaded(
-        model, backend.passes, group, found, rows, settings.max_step_tokens or STEP_TOKENS[device.type],
-        settings.dtype or dtype, quantization, device.type, roofline, time.perf_counter() - start, slowest, deadline,
+        model, backend.passes, backend.prompts_differ, group, found, rows,
+        settings.max_step_tokens or STEP_TOKENS[device.type], settings.dtype or dtype, quantization, device.type, roofline,
+        time.perf_counter() - start, slowest, deadline,
         DraftModel(draft.model, draft.window, found.draft_blocks) if draft else None,
     )
 

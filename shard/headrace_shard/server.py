@@ -83,7 +83,7 @@ class LeadingRole:
             BlockManager(limits.blocks), eos_ids=frozenset(folder.eos_token_ids), vocab_size=vocab,
             max_step_tokens=loaded.max_step_tokens, batch_lease=settings.batch_lease, deliver=deliveries.deliver,
             step_deadline=loaded.step_deadline, prefix_caching=settings.prefix_caching, speculate=settings.drafts,
-            draft=loaded.draft, grammars=grammars, passes=loaded.passes,
+            draft=loaded.draft, grammars=grammars, passes=loaded.passes, prompts_differ=loaded.prompts_differ,
         )
         admitted = RequestLimits(limits.max_input_tokens, limits.max_total_tokens, vocab)
         watermark = Watermark(settings.watermark_gamma, settings.watermark_delta)

@@ -43,6 +43,10 @@ class Backend(Protocol):
     def packed(self) -> Counter[str]:
         """Bytes of the matrices that it has packed, by their format; a step reads each once."""
 
+    @property
+    def prompts_differ(self) -> bool:
+        """Whether rows of prompts are computed in other numerics than those of generated tokens."""
+
     def pack_linear(
         self, parts: Sequence[Part], biases: Sequence[torch.Tensor] | None = None, runs: Runs | None = None
     ) -> Any:

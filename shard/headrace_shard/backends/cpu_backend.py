@@ -92,6 +92,10 @@ class CpuBackend(TorchBackend):
             width += part.rows
         return Packed(ctypes.addressof(matrices), len(parts), width, (matrices, *kept), halves, 1 + apart)
 
+    @property
+    def prompts_differ(self) -> bool:
+        return bool(getattr(self._library, "prompts_differ", False))
+
     def read_rate(self, wait: Callable[[], object]) -> float:
         return self._library.read_rate(self._panels, wait)
 

@@ -106,6 +106,10 @@ class TorchBackend:
             counts[name] += size
         return counts
 
+    @property
+    def prompts_differ(self) -> bool:
+        return False
+
     def read_rate(self, wait: Callable[[], object]) -> float:
         return 0.0
 

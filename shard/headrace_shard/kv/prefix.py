@@ -3,11 +3,18 @@
 The key of a block is the hash of the previous block's key and its own tokens, so that it stands for everything up to
 its end; the first one's previous key is the request's cache salt. Requests share blocks while they run; a block that
 nobody holds any more stays until its place is needed. A request that was preempted finds its own blocks again.
+
+Where prompts and generated tokens are computed differently, K and V of a token say which of them it was. There the block
+in which the generated ones begin has that place in its key, and so in those of all behind it: they are found by a request
+of which these very tokens are generated, and not by one of whose prompt they are a part.
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
 
 from headrace_shard.batch import RunningBatch
 from headrace_shard.kv.blocks import BLOCK_SIZE, BlockManager, blocks_for
@@ -28,8 +35,11 @@ class PrefixCache:
         asked, hits: prompt tokens of all requests so far, and how many of them needed no forward pass.
     """
 
-    def __init__(self, rows: RunningBatch, blocks: BlockManager, enabled: bool = True) -> None:
-        self._rows, self._blocks, self._enabled = rows, blocks, enabled
+    def __init__(
+        self, rows: RunningBatch, blocks: BlockManager, enabled: bool = True, prompts_differ: bool = False
+    ) -> None:
+        """`prompts_differ`: prompts are computed differently from generated tokens."""
+        self._rows, self._blocks, self._enabled, self._prompts_differ = rows, blocks, enabled, prompts_differ
         self.asked = self.hits = 0
 
     def extend(self, slot: int) -> bytes | None:
@@ -97,8 +107,9 @@ class PrefixCache:
         count, previous = 0, request.cache_salt.encode()
         if not self._enabled or request.prompt_logprobs:
             return 0
-        for at in range(0, (len(request.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE):
-            content = request.tokens[at : at + BLOCK_SIZE].tobytes()
+        prompt = len(request.tokens) - request.generated
+        for number in range((len(request.tokens) - 1) // BLOCK_SIZE):
+            content = self._content_of(request.tokens, prompt, number)
             previous = chain(previous, content)
             block = self._blocks.find(previous, content)
             if block is None or not self._blocks.held(block):
@@ -107,5 +118,11 @@ class PrefixCache:
         return count
 
     def _content(self, slot: int, number: int) -> bytes:
+        return self._content_of(self._rows.tokens[slot], int(self._rows.prompt[slot]), number)
+
+    def _content_of(self, tokens: npt.NDArray[np.int32], prompt: int, number: int) -> bytes:
+        """The tokens of a block, and where in it those begin that are not of the prompt, if that matters."""
         at = number * BLOCK_SIZE
-        return self._rows.tokens[slot, at : at + BLOCK_SIZE].tobytes()
+        content = tokens[at : at + BLOCK_SIZE].tobytes()
+        begins_here = self._prompts_differ and at <= prompt < at + BLOCK_SIZE
+        return content + bytes([prompt - at]) if begins_here else content

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class Pair(Driver):
     """A driver whose executor has a draft model; passes of it cost nothing, or `price` of a step."""
 
     def __init__(
-        self, says: Says = follows, price: float = 0.01, draft_blocks: int = 40, window: int = 128, **more: int
+        self, says: Says = follows, price: float = 0.01, draft_blocks: int = 40, window: int = 128, **more: Any
     ) -> None:
         self.small = Small(draft_blocks)
         self.small.says = says  # type: ignore[assignment]

@@ -35,6 +35,7 @@ from headrace_shard.sampling.params import SamplingParams
 from headrace_shard.step import StepInput
 
 VOCAB, EOS, POISON = 50, 2, 49
+PROMPT = 100
 
 
 def follows(tokens: list[int]) -> int:
@@ -101,14 +102,27 @@ def request(number: int, prompt: list[int], max_new: int, **more: object) -> Req
     return Request(number, np.array(prompt, dtype=np.int32), 0, max_new, **more)  # type: ignore[arg-type]
 
 
+class TwoKinds(MemoryModel):
+    """Computes prompts otherwise than generated tokens: what it keeps, and looks at, of a prompt's token is PROMPT more."""
+
+    def contexts(self, step: StepInput) -> dict[int, list[int]]:
+        tokens = step.token_ids.copy()
+        tokens[len(tokens) - step.prompts :] += PROMPT
+        return super().contexts(replace(step, token_ids=tokens))
+
+
+def expected_of_two_kinds(prompt: list[int], count: int) -> list[int]:
+    return expected([token + PROMPT for token in prompt], count)
+
+
 class Driver:
     """An executor, and what its calls have handed over."""
 
     def __init__(
         self, blocks: int = 40, rows: int = 8, step_tokens: int = 16, lease: float = 60.0, speculate: int = 0,
-        draft: DraftModel | None = None,
+        draft: DraftModel | None = None, prompts_differ: bool = False,
     ) -> None:
-        self.model, self.blocks = MemoryModel(blocks), BlockManager(blocks)
+        self.model, self.blocks = (TwoKinds if prompts_differ else MemoryModel)(blocks), BlockManager(blocks)
         self.rows = RunningBatch(rows, 128)
         self.out: dict[Call, list[StepResult]] = defaultdict(list)
         self.errors: dict[Call, HeadraceError] = {}
@@ -116,6 +130,7 @@ class Driver:
         self.executor = Executor(
             self.model, self.rows, self.blocks, eos_ids=frozenset({EOS}), vocab_size=VOCAB, max_step_tokens=step_tokens,
             batch_lease=lease, deliver=self.deliver, step_deadline=10, speculate=speculate, draft=draft,
+            prompts_differ=prompts_differ,
         )
 
     def deliver(self, delivery: Delivery) -> None:
@@ -437,16 +452,18 @@ def test_chunks_shrink_under_an_itl_target(monkeypatch: pytest.MonkeyPatch) -> N
 PROMPTS = st.lists(st.integers(3, 45), min_size=1, max_size=40)
 
 
+@pytest.mark.parametrize("prompts_differ", [False, True])
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(PROMPTS, st.integers(1, 60), st.integers(0, 2), st.integers(0, 6)), min_size=1, max_size=10),
     st.integers(8, 24), st.integers(1, 20), st.integers(1, 6),
 )
 def test_a_client_that_resumes_gets_every_request_whole(
-    jobs: list[tuple[list[int], int, int, int]], blocks: int, step_tokens: int, rows: int
+    prompts_differ: bool, jobs: list[tuple[list[int], int, int, int]], blocks: int, step_tokens: int, rows: int
 ) -> None:
     """A small router: joins requests one by one, puts back what is refused or preempted, and loses nothing."""
-    d = Driver(blocks=blocks, rows=rows, step_tokens=step_tokens)
+    d = Driver(blocks=blocks, rows=rows, step_tokens=step_tokens, prompts_differ=prompts_differ)
+    says = expected_of_two_kinds if prompts_differ else expected
     wanted = {i + 1: (prompt, min(n, 128 - len(prompt)), priority) for i, (prompt, n, priority, _) in enumerate(jobs)}
     got: dict[int, list[int]] = {n: [] for n in wanted}
     waiting, batch = list(wanted), 0
@@ -483,7 +500,7 @@ def test_a_client_that_resumes_gets_every_request_whole(
             batch = 0
         if len(ended) == len(wanted):
             break
-    assert got == {n: expected(prompt, count) for n, (prompt, count, _) in wanted.items()}
+    assert got == {n: says(prompt, count) for n, (prompt, count, _) in wanted.items()}
     d.run()
     assert d.blocks.free == blocks
     assert d.rows.free == rows

@@ -30,7 +30,7 @@ from headrace_shard.requests import ERROR, Request
 from headrace_shard.sampling.params import SamplingParams
 from headrace_shard.step import StepInput
 from tests.models import write_tiny_model
-from tests.unit.shard.test_executor import MemoryModel
+from tests.unit.shard.test_executor import MemoryModel, TwoKinds
 
 EOS, VOCAB, LONGEST = 2, 300, 160
 MANY, FEW = 120, 14  # KV blocks; FEW are less than the requests take together, and enough for each
@@ -57,6 +57,10 @@ class Peaked(MemoryModel):
         if digest[8] < 24:
             scores[EOS if digest[9] < 96 else 30 + digest[9] % 8] += 12
         return scores
+
+
+class PeakedOfTwoKinds(TwoKinds, Peaked):
+    """The same, where prompts are computed otherwise than generated tokens."""
 
 
 class Rough(Peaked):
@@ -103,6 +107,7 @@ class Server:
     blocks: int = MANY
     step_tokens: int = 64
     draft: bool = False
+    prompts_differ: bool = False
     got: dict[int, list[int]] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
     accepted: int = 0
@@ -112,11 +117,12 @@ class Server:
 
     def __post_init__(self) -> None:
         self.manager, self.rows = BlockManager(self.blocks), RunningBatch(8, LONGEST)
+        model = PeakedOfTwoKinds if self.prompts_differ else Peaked
         self.executor = Executor(
-            Peaked(self.blocks), self.rows, self.manager, eos_ids=frozenset({EOS}), vocab_size=VOCAB,
+            model(self.blocks), self.rows, self.manager, eos_ids=frozenset({EOS}), vocab_size=VOCAB,
             max_step_tokens=self.step_tokens, batch_lease=60.0, deliver=self.deliver, step_deadline=10,
             prefix_caching=self.caching, speculate=self.speculate, grammars=self.compiler,
-            draft=DraftModel(Rough(FEW), LONGEST - 20, FEW) if self.draft else None,
+            draft=DraftModel(Rough(FEW), LONGEST - 20, FEW) if self.draft else None, prompts_differ=self.prompts_differ,
         )
         pace = self.executor._scheduler.pace
         pace.draft_price = pace.round_price = pace.catch_up_price = lambda: 0.01  # type: ignore[method-assign]
@@ -202,6 +208,11 @@ def alone(compiler: GrammarCompiler) -> dict[int, list[int]]:
     return {number: Server(compiler).run({number: job})[number] for number, job in JOBS.items()}
 
 
+@pytest.fixture(scope="module")
+def alone_of_two_kinds(compiler: GrammarCompiler) -> dict[int, list[int]]:
+    return {n: Server(compiler, prompts_differ=True).run({n: job})[n] for n, job in JOBS.items()}
+
+
 def test_the_requests_are_what_they_are_meant_to_be(alone: dict[int, list[int]]) -> None:
     lengths = {number: len(tokens) for number, tokens in alone.items()}
     assert lengths[1] == 90
@@ -228,6 +239,19 @@ def test_no_feature_changes_a_text(
     assert server.manager.free == blocks
     drafter = server.executor._speculation._drafter
     assert drafter is None or drafter.blocks.free == FEW
+
+
+@pytest.mark.parametrize("guesses", ["none", "lookup", "model"])
+@pytest.mark.parametrize("caching", [False, True])
+def test_nor_where_prompts_differ(
+    compiler: GrammarCompiler, alone: dict[int, list[int]], alone_of_two_kinds: dict[int, list[int]], caching: bool,
+    guesses: str,
+) -> None:
+    server = Server(compiler, caching, 0 if guesses == "none" else 4, FEW, 10, guesses == "model", prompts_differ=True)
+    assert server.run(JOBS) == alone_of_two_kinds != alone
+    assert bool(server.executor._prefix.hits) == caching
+    assert bool(server.accepted) == (guesses != "none")
+    assert server.preempted
 
 
 @pytest.mark.parametrize("guesses", ["lookup", "model"])

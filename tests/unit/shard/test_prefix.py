@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace_shard.calls import Call
 from headrace_shard.kv.blocks import BLOCK_SIZE
 from headrace_shard.requests import ERROR, FINISHED, Detail, Request
-from tests.unit.shard.test_executor import POISON, Driver, expected, request
+from tests.unit.shard.test_executor import POISON, PROMPT, Driver, expected, expected_of_two_kinds, request
 
 PREFIX = list(range(3, 43))  # 40 tokens: two full blocks and a half
 
@@ -57,12 +58,62 @@ def test_the_last_token_is_computed_even_if_all_blocks_are_there() -> None:
     assert details[2].cached_tokens == BLOCK_SIZE
 
 
-def test_output_is_found_again_as_the_next_turn_of_a_chat() -> None:
-    d = Driver(step_tokens=64)
+@pytest.mark.parametrize(("prompts_differ", "blocks"), [(False, 4), (True, 2)])
+def test_output_is_found_again_as_the_next_turn_of_a_chat(prompts_differ: bool, blocks: int) -> None:
+    """But not where that would have computed it otherwise."""
+    d = Driver(step_tokens=64, prompts_differ=prompts_differ)
     said = serve(d, request(1, PREFIX, 30))[0][1]
     turn = [*PREFIX, *said, 9]
-    _tokens, details = serve(d, request(2, turn, 1))
-    assert details[2].cached_tokens == 4 * BLOCK_SIZE  # 69 tokens were computed
+    tokens, details = serve(d, request(2, turn, 5))
+    assert details[2].cached_tokens == blocks * BLOCK_SIZE  # 69 tokens were computed, 40 of them as a prompt
+    assert tokens[2] == (expected_of_two_kinds if prompts_differ else expected)(turn, 5)
+
+
+@pytest.mark.parametrize("length", [2 * BLOCK_SIZE - 1, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 1, 40])
+def test_where_prompts_differ_a_block_is_found_by_where_the_prompt_ends(length: int) -> None:
+    d = Driver(step_tokens=64, prompts_differ=True)
+    said = serve(d, request(1, PREFIX[:length], 40))[0][1]
+    text = np.array(PREFIX[:length] + said[:33], dtype=np.int32)
+
+    def cached(number: int, generated: int) -> int:
+        return serve(d, Request(number, text, generated, generated + 1))[1][number].cached_tokens // BLOCK_SIZE
+
+    whole = (len(text) - 1) // BLOCK_SIZE
+    assert [cached(2, 33), cached(3, 32), cached(4, 0)] == [whole, length // BLOCK_SIZE, (length + 1) // BLOCK_SIZE]
+    assert [cached(5, 33), cached(6, 32), cached(7, 0)] == [whole] * 3
+
+
+@pytest.mark.parametrize("prompts_differ", [False, True])
+def test_who_waits_counts_the_blocks_that_it_will_find(prompts_differ: bool) -> None:
+    d = Driver(step_tokens=64, prompts_differ=prompts_differ)
+    calls = [d.prefill(request(1, PREFIX, 50)), d.decode(1)]
+    d.turn(31)
+    text = np.array(PREFIX + d.tokens(*calls)[1][:30], dtype=np.int32)
+    for number, generated, blocks in ((2, 30, 4), (3, 0, 2 if prompts_differ else 4)):
+        waiting = Request(number, text, generated, 40)
+        assert d.executor._prefix.shared(waiting) == blocks
+        calls.append(d.prefill(waiting, batch=1))
+        d.turn(4)
+        assert d.rows.cached[next(s for s in range(8) if d.rows.ids[s] == number)] == blocks * BLOCK_SIZE
+
+
+TEXT = [3 + n * n % 45 for n in range(100)]
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.integers(0, 69), st.integers(1, 40)), min_size=2, max_size=8),
+    st.integers(1, 64),
+)
+def test_no_token_is_taken_for_one_of_another_kind(jobs: list[tuple[int, int, int]], step_tokens: int) -> None:
+    """Requests over beginnings of the same text, of which each has made another part itself."""
+    d = Driver(step_tokens=step_tokens, prompts_differ=True)
+    for number, (length, generated, count) in enumerate(jobs, 1):
+        generated = min(generated, length - 1)
+        prompt = length - generated
+        resumed = Request(number, np.array(TEXT[:length], dtype=np.int32), generated, generated + count)
+        seen = [*(token + PROMPT for token in TEXT[:prompt]), *TEXT[prompt:length]]
+        assert serve(d, resumed)[0][number] == expected(seen, count)
 
 
 def test_the_first_token_of_a_hit_says_what_was_cached() -> None:
@@ -103,8 +154,9 @@ def test_blocks_of_a_request_that_failed_are_not_used_again() -> None:
     assert d.blocks.cached == 0
 
 
-def test_a_preempted_request_finds_its_own_blocks() -> None:
-    d = Driver(blocks=8)
+@pytest.mark.parametrize("prompts_differ", [False, True])
+def test_a_preempted_request_finds_its_own_blocks(prompts_differ: bool) -> None:
+    d = Driver(blocks=8, prompts_differ=prompts_differ)
     d.prefill(request(1, [5], 90, priority=1), request(2, [6], 90))
     call = d.decode(1)
     d.turn(75)
@@ -115,7 +167,7 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
     d.run()
     again = Request(2, np.array([6, *said], dtype=np.int32), len(said), 90)
     tokens, details = serve(d, again)
-    assert said + tokens[2] == expected([6], 90)
+    assert said + tokens[2] == (expected_of_two_kinds if prompts_differ else expected)([6], 90)
     assert details[2].cached_tokens >= len(said) // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
 
 
@@ -142,21 +194,23 @@ def test_without_the_cache_every_prompt_is_computed() -> None:
 TAILS = st.lists(st.integers(3, 5), max_size=30)
 
 
+@pytest.mark.parametrize("prompts_differ", [False, True])
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.integers(0, 40), TAILS, st.integers(1, 30), st.sampled_from(["", "x"])), min_size=1, max_size=12),
     st.integers(8, 30), st.integers(1, 40), st.integers(1, 4),
 )
 def test_no_token_depends_on_what_was_cached(
-    jobs: list[tuple[int, list[int], int, str]], blocks: int, step_tokens: int, at_once: int
+    prompts_differ: bool, jobs: list[tuple[int, list[int], int, str]], blocks: int, step_tokens: int, at_once: int
 ) -> None:
     """Requests with prefixes in common, a few at a time, in a pool so small that blocks are evicted and rows preempted."""
-    d = Driver(blocks=blocks, rows=4, step_tokens=step_tokens)
+    d = Driver(blocks=blocks, rows=4, step_tokens=step_tokens, prompts_differ=prompts_differ)
+    says = expected_of_two_kinds if prompts_differ else expected
     waiting = []
     for number, (shared, tail, count, salt) in enumerate(jobs, 1):
         prompt = [*PREFIX[:shared], *tail] or [3]
         waiting.append((request(number, prompt, min(count, 128 - len(prompt)), cache_salt=salt), prompt))
-    wanted = {r.id: expected(prompt, r.max_new) for r, prompt in waiting}
+    wanted = {r.id: says(prompt, r.max_new) for r, prompt in waiting}
     got: dict[int, list[int]] = {r.id: [] for r, _ in waiting}
     for _ in range(400):
         if not waiting:
