@@ -31,7 +31,8 @@ class Pace:
         seconds = timings.total - timings.draft
         extra = max(0.0, seconds - (self._decode.value if timings.decode_tokens else 0.0))
         if timings.prefill_tokens:
-            self._per_token.add(extra / timings.prefill_tokens)
+            if timings.prefill_tokens >= BLOCK_SIZE:  # what fewer take is mostly what any step takes
+                self._per_token.add(extra / timings.prefill_tokens)
         elif timings.draft_tokens:
             if self._decode.value:
                 self._per_draft.add(extra / timings.draft_tokens)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from headrace_shard.kv.blocks import BLOCK_SIZE
+from headrace_shard.pace import Pace
 from headrace_shard.requests import Request, Timings
 from headrace_shard.step import StepInput
 from tests.unit.shard.test_executor import Driver, expected, request
@@ -146,3 +147,12 @@ def test_draft_tokens_are_generated_ones(monkeypatch: pytest.MonkeyPatch) -> Non
     d.run()
     assert max(c.length for s in steps[1:] for c in s.chunks) == 5
     assert [s.prompts for s in steps] == [3] + [0] * (len(steps) - 1)
+
+
+def test_a_step_of_few_prompt_tokens_says_nothing_of_their_price() -> None:
+    pace = Pace()
+    pace.learn(Timings(total=0.010, decode_tokens=1))
+    pace.learn(Timings(total=0.100, prefill_tokens=100))
+    fitting = pace.prompt_tokens(0.060)
+    pace.learn(Timings(total=0.010, prefill_tokens=1))  # a prompt of which all else was cached
+    assert pace.prompt_tokens(0.060) == fitting == pytest.approx(50, abs=1)
