@@ -11,7 +11,7 @@ constexpr int kBlockRows = 96;  // rows that stay in the cache while panels pass
 constexpr int kTileRows = kAmxTiles * kAmxRows;
 constexpr int kTileStep = kAmxRows;  // that all tiles but the last are multiples of, if there are so many rows
 #else
-constexpr int kTileRows = kSums, kTileStep = 1;
+constexpr int kTileRows = kFloatPanels * kSums, kTileStep = 1;
 struct AmxTiles {};
 #endif
 
@@ -21,24 +21,72 @@ inline int even_part(int64_t left, int most) {
   return static_cast<int>((left + parts - 1) / parts);
 }
 
+// Panels that are multiplied at once: several of floats, of one format and columns that are cut alike, or else one.
+struct Panels {
+  int count;
+  int next;  // panels from each one to that of the next tile, 0: there is none
+  const Matrix* matrices[kFloatPanels];
+  int numbers[kFloatPanels];
+};
+
+// How many of the panels of `count` matrices a tile takes.
+inline int panels_at_once(const Matrix* parts, int count) {
+  const int32_t format = parts[0].format;
+  const bool alike = std::all_of(parts, parts + count, [&](const Matrix& part) { return part.format == format; });
+  return alike && format != kInt8 && format != kInt4 ? kFloatPanels : 1;
+}
+
+template <int P = kFloatPanels, int R = kFloatRows>
+void low_float_tile(
+    int32_t format, int wide, int rows, const uint8_t* const* panels, Ahead ahead, const float* a, int64_t columns,
+    int64_t count, bool first, float* out) {
+  if constexpr (P > 1) {
+    if (wide < P) return low_float_tile<P - 1, R>(format, wide, rows, panels, ahead, a, columns, count, first, out);
+  }
+  if constexpr (R > 1) {
+    if (rows < R) return low_float_tile<P, R - 1>(format, wide, rows, panels, ahead, a, columns, count, first, out);
+  }
+  constexpr int64_t kStride = kTileRows * kPanel;
+  if (format == kFloat32) return float_tile<P, R, float>(panels, ahead, a, columns, count, first, out, kStride);
+  if (format == kBFloat16) return float_tile<P, R, Brain>(panels, ahead, a, columns, count, first, out, kStride);
+  float_tile<P, R, uint16_t>(panels, ahead, a, columns, count, first, out, kStride);
+}
+
+// out [panels, kTileRows, 16] of one run of columns of panels of floats. Some columns at a time: those stay in the nearest
+// cache for all rows, whose tiles together read the next ones ahead.
+inline void run_floats(
+    const Panels& panels, const Activations& a, int64_t row, int rows, int64_t begin, int64_t count, float* out) {
+  const Matrix& matrix = *panels.matrices[0];
+  const int64_t bytes = matrix.panel_bytes(), column_bytes = bytes / matrix.columns;
+  const int tiles = (rows + kFloatRows - 1) / kFloatRows;
+  for (int64_t k = begin, some; k < begin + count; k += some) {
+    some = std::min(kFloatRun, begin + count - k);
+    const uint8_t* w[kFloatPanels];
+    for (int i = 0; i < panels.count; ++i) w[i] = panels.matrices[i]->panels + panels.numbers[i] * bytes + k * column_bytes;
+    const bool last = k + some == matrix.columns;
+    Ahead ahead{some * column_bytes, column_bytes / tiles};
+    if (last) ahead = panels.next ? Ahead{panels.next * bytes - k * column_bytes, ahead.column_bytes} : Ahead{0, 0};
+    for (int done = 0; done < rows;) {
+      const int tall = even_part(rows - done, kFloatRows);
+      const float* const x = a.floats + (row + done) * matrix.columns + k;
+      low_float_tile(
+          matrix.format, panels.count, tall, w, ahead, x, matrix.columns, some, k == begin, out + done * kPanel);
+      ahead.bytes += some * ahead.column_bytes;
+      done += tall;
+    }
+  }
+}
+
 template <int MR>
 void tile_of(const Matrix& matrix, int panel, const Activations& a, int64_t row, int64_t begin, int64_t count, float* out) {
   const int64_t k = matrix.columns;
   const uint8_t* w = matrix.panels + panel * matrix.panel_bytes() + matrix.panel_bytes() * begin / k;
   const int64_t first = begin / kGroup * a.rows + row;  // the group of the row and column
-  switch (matrix.format) {
-    case kFloat32:
-      return float_tile<MR>(reinterpret_cast<const float*>(w), a.floats + row * k + begin, k, count, out);
-    case kBFloat16:
-      return float_tile<MR>(reinterpret_cast<const Brain*>(w), a.floats + row * k + begin, k, count, out);
-    case kFloat16:
-      return float_tile<MR>(reinterpret_cast<const uint16_t*>(w), a.floats + row * k + begin, k, count, out);
-    case kInt8:
-      return int8_tile<MR>(w, a.words.data() + first * kGroup, a.word_scales.data() + first, a.rows, count, out);
-    case kInt4:
-      return int4_tile<MR>(
-          w, a.bytes.data() + first * kGroup, a.byte_scales.data() + first, a.byte_sums.data() + first, a.rows, count, out);
+  if (matrix.format == kInt8) {
+    return int8_tile<MR>(w, a.words.data() + first * kGroup, a.word_scales.data() + first, a.rows, count, out);
   }
+  const float *scales = a.byte_scales.data() + first, *sums = a.byte_sums.data() + first;
+  int4_tile<MR>(w, a.bytes.data() + first * kGroup, scales, sums, a.rows, count, out);
 }
 
 // out [rows, 16] of one run of a panel's columns; at most kSums rows.
@@ -51,11 +99,14 @@ void low_tile(
   tile_of<MR>(matrix, panel, a, row, begin, count, out);
 }
 
-// The same of any number of rows up to kTileRows.
+// The same of any number of rows up to kTileRows, and of all panels.
 inline void run_tile(
-    const Matrix& matrix, int panel, const Activations& a, int64_t row, int rows, int64_t begin, int64_t count, float* out) {
+    const Panels& panels, const Activations& a, int64_t row, int rows, int64_t begin, int64_t count, float* out) {
+  const Matrix& matrix = *panels.matrices[0];
+  const int panel = panels.numbers[0];
+  if (matrix.format != kInt4 && matrix.format != kInt8) return run_floats(panels, a, row, rows, begin, count, out);
 #if HEADRACE_AMX
-  if (rows > kSums && (matrix.format == kInt4 || matrix.format == kInt8)) {
+  if (rows > kSums) {
     const uint8_t* w = matrix.panels + panel * matrix.panel_bytes() + matrix.panel_bytes() * begin / matrix.columns;
     const int64_t at = begin / kGroup * a.rows + row;
     if (matrix.format == kInt4) {
@@ -81,33 +132,45 @@ inline void add_bias(const Matrix& matrix, int panel, int rows, float* out) {
   }
 }
 
-inline void add_tile(int rows, const float* x, float* out) {
-  for (int i = 0; i < rows * kPanel; i += 8) store(out + i, add(load(out + i), load(x + i)));
+using PanelSums = float[kTileRows * kPanel];
+
+inline void add_tiles(int panels, int rows, const PanelSums* x, PanelSums* out) {
+  for (int p = 0; p < panels; ++p) {
+    for (int i = 0; i < rows * kPanel; i += 8) store(out[p] + i, add(load(out[p] + i), load(x[p] + i)));
+  }
 }
 
-// out [rows, 16] of a panel, its bias added to the first run; the second half goes to `other` if it is wanted apart.
+// Rows of each panel, its bias added to the first run; the second half goes to `other` if it is wanted apart.
 inline void tile(
-    const Matrix& matrix, int panel, const Activations& a, int64_t row, int rows, float* out, float* other = nullptr) {
+    const Panels& panels, const Activations& a, int64_t row, int rows, PanelSums* out, PanelSums* other = nullptr) {
+  const Matrix& matrix = *panels.matrices[0];
   const int64_t edges[] = {0, matrix.breaks[0], matrix.breaks[1], matrix.breaks[2], matrix.columns};
-  alignas(64) float half[kTileRows * kPanel], run[kTileRows * kPanel];
-  float* const second = edges[2] == 0 ? out : other ? other : half;
+  alignas(64) PanelSums half[kFloatPanels], run[kFloatPanels];
+  PanelSums* const second = edges[2] == 0 ? out : other ? other : half;
   bool biased = false;
   for (int i = 0; i < 4; ++i) {
     const int64_t count = edges[i + 1] - edges[i];
     if (count == 0) continue;
-    float* to = i < 2 ? out : second;
+    PanelSums* const to = i < 2 ? out : second;
     const bool more = i % 2 == 1 && edges[i] > edges[i - 1];
-    run_tile(matrix, panel, a, row, rows, edges[i], count, more ? run : to);
-    if (!biased) add_bias(matrix, panel, rows, to);
+    run_tile(panels, a, row, rows, edges[i], count, more ? run[0] : to[0]);
+    for (int p = 0; p < panels.count && !biased; ++p) add_bias(*panels.matrices[p], panels.numbers[p], rows, to[p]);
     biased = true;
-    if (more) add_tile(rows, run, to);
+    if (more) add_tiles(panels.count, rows, run, to);
   }
-  if (second == half && edges[2] < matrix.columns) add_tile(rows, half, out);
+  if (second == half && edges[2] < matrix.columns) add_tiles(panels.count, rows, half, out);
 }
 
-// Calls body(unit, row, rows) for every tile of `units` panels (or pairs of panels) and `rows` rows.
+// Some of the panels, or pairs of panels, of a product.
+struct Units {
+  int first;
+  int count;
+  bool more;  // the same thread will have the ones behind them
+};
+
+// Calls body(units, row, rows) for every tile of at most `most` of `units` and some of the rows.
 template <class F>
-void each_tile(int64_t rows, int units, const F& body) {
+void each_tile(int64_t rows, int units, int most, const F& body) {
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
   // Several chunks a thread, so that all end at about the same time though one may be slower.
   const int wanted = threads() == 1 ? 1 : static_cast<int>(std::max<int64_t>(1, (8 * threads() + blocks - 1) / blocks));
@@ -117,11 +180,12 @@ void each_tile(int64_t rows, int units, const F& body) {
     [[maybe_unused]] const AmxTiles tiles;
     const int64_t first = chunk / chunks * int64_t{kBlockRows}, last = std::min(rows, first + kBlockRows);
     const int begin = chunk % chunks * a_chunk, end = std::min(units, begin + a_chunk);
-    for (int unit = begin; unit < end; ++unit) {
+    for (int unit = begin, wide; unit < end; unit += wide) {
+      wide = even_part(end - unit, most);
       for (int64_t row = first; row < last;) {
         const int even = (even_part(last - row, kTileRows) + kTileStep - 1) / kTileStep * kTileStep;
         const int count = static_cast<int>(std::min<int64_t>(even, last - row));
-        body(unit, row, count);
+        body(Units{unit, wide, unit + wide < end}, row, count);
         row += count;
       }
     }
@@ -138,25 +202,35 @@ inline void multiply(const Activations& a, const Matrix* parts, int count, const
     units += parts[i].panel_count();
     stride += parts[i].rows;
   }
-  each_tile(rows, units, [&](int unit, int64_t row, int tall) {
+  each_tile(rows, units, panels_at_once(parts, count), [&](Units found, int64_t row, int tall) {
+    Panels panels{found.count, found.more ? found.count : 0, {}, {}};
+    int64_t columns[kFloatPanels];  // of the result, where the panels' rows begin
     const Matrix* matrix = parts;
     int64_t column = 0;
-    for (; unit >= matrix->panel_count(); ++matrix) {
-      unit -= matrix->panel_count();
-      column += matrix->rows;
-    }
-    alignas(64) float y[kTileRows * kPanel], other[kTileRows * kPanel];
-    tile(*matrix, unit, a, row, tall, y, matrix->apart ? other : nullptr);
-    const int width = std::min(kPanel, matrix->rows - unit * kPanel);
-    for (int i = 0; i < tall; ++i) {
-      const int64_t at = (row + i) * stride + column + unit * kPanel;
-      if (matrix->apart) std::memcpy(out + rows * stride + at, other + i * kPanel, sizeof(float) * width);
-      if (width < kPanel) {
-        for (int j = 0; j < width; ++j) out[at + j] = residual ? residual[at + j] + y[i * kPanel + j] : y[i * kPanel + j];
-        continue;
+    for (int p = 0, unit = found.first; p < found.count; ++p, ++unit) {
+      for (; unit >= matrix->panel_count(); ++matrix) {
+        unit -= matrix->panel_count();
+        column += matrix->rows;
       }
-      const F16 product = load16(y + i * kPanel);
-      store(out + at, residual ? add(load16(residual + at), product) : product);
+      panels.matrices[p] = matrix;
+      panels.numbers[p] = unit;
+      columns[p] = column + unit * kPanel;
+    }
+    alignas(64) PanelSums sums[kFloatPanels], other[kFloatPanels];
+    tile(panels, a, row, tall, sums, parts->apart ? other : nullptr);
+    for (int p = 0; p < found.count; ++p) {
+      const float* const y = sums[p];
+      const int width = std::min(kPanel, panels.matrices[p]->rows - panels.numbers[p] * kPanel);
+      for (int i = 0; i < tall; ++i) {
+        const int64_t at = (row + i) * stride + columns[p];
+        if (parts->apart) std::memcpy(out + rows * stride + at, other[p] + i * kPanel, sizeof(float) * width);
+        if (width < kPanel) {
+          for (int j = 0; j < width; ++j) out[at + j] = residual ? residual[at + j] + y[i * kPanel + j] : y[i * kPanel + j];
+          continue;
+        }
+        const F16 product = load16(y + i * kPanel);
+        store(out + at, residual ? add(load16(residual + at), product) : product);
+      }
     }
   });
 }
@@ -184,12 +258,24 @@ inline void mlp(
   float* const floats = values.data();
   b.floats = floats;
   // A group of the columns between is made, and rounded, where its sums are.
-  each_tile(rows, static_cast<int>((stride + kGroup - 1) / kGroup), [&](int unit, int64_t row, int tall) {
-    alignas(64) float gate[kTileRows * kPanel], up[kTileRows * kPanel], inner[kTileRows][kGroup];
+  const int at_once = panels_at_once(gate_up, 2);
+  each_tile(rows, static_cast<int>((stride + kGroup - 1) / kGroup), 1, [&](Units found, int64_t row, int tall) {
+    const int unit = found.first;
+    alignas(64) PanelSums sums[4];  // of a panel or two of gate, then of up
+    alignas(64) float inner[kTileRows][kGroup];
     const int64_t width = std::min<int64_t>(kGroup, stride - unit * kGroup);
-    for (int half = 0; half * kPanel < width; ++half) {
-      tile(gate_up[0], 2 * unit + half, a, row, tall, gate);
-      tile(gate_up[1], 2 * unit + half, a, row, tall, up);
+    const int halves = width > kPanel ? 2 : 1;
+    for (int i = 0; i < 2 * halves;) {
+      Panels panels{std::min(at_once, 2 * halves - i), found.more ? 2 : 0, {}, {}};
+      for (int p = 0; p < panels.count; ++p) {
+        panels.matrices[p] = gate_up + (i + p) / halves;
+        panels.numbers[p] = 2 * unit + (i + p) % halves;
+      }
+      tile(panels, a, row, tall, sums + i);
+      i += panels.count;
+    }
+    for (int half = 0; half < halves; ++half) {
+      const float *gate = sums[half], *up = sums[halves + half];
       for (int i = 0; i < tall; ++i) {
         store(inner[i] + half * kPanel, mul(silu(load16(gate + i * kPanel)), load16(up + i * kPanel)));
       }

@@ -40,6 +40,7 @@ inline F16 zero_unless_above(F16 value, F16 x, F16 bound) {
 }
 inline F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
 constexpr int kSums = 12;  // sums of sixteen that the registers hold, twice, beside what is added to them
+constexpr int kFloatPanels = 4;
 
 #else
 
@@ -68,6 +69,7 @@ inline F16 zero_unless_above(F16 value, F16 x, F16 bound) {
 inline F16 mul(F16 a, F16 b) { return {mul(a.low, b.low), mul(a.high, b.high)}; }
 inline F16 fma(F16 a, F16 b, F16 c) { return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)}; }
 constexpr int kSums = 6;  // sums of sixteen that the registers hold beside what is added to them
+constexpr int kFloatPanels = 1;
 
 #endif
 

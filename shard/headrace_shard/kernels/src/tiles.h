@@ -21,25 +21,46 @@
 namespace headrace::VARIANT {
 
 constexpr int64_t kFloatRun = 128;  // columns summed before they are added to the total: sums of sums round less
+constexpr int kFloatRows = 6;        // times kFloatPanels sums fill the registers
 
-// W: float, uint16_t (float16) or Brain. The sums are those of the same weights in float32, to the last bit.
-template <int MR, class W>
-inline void float_tile(const W* w, const float* a, int64_t columns, int64_t count, float* out) {
-  F16 total[MR];
-  UNROLL for (int m = 0; m < MR; ++m) total[m] = zero16();
-  for (int64_t begin = 0; begin < count; begin += kFloatRun) {
-    const int64_t end = begin + kFloatRun < count ? begin + kFloatRun : count;
-    F16 c[MR];
-    UNROLL for (int m = 0; m < MR; ++m) c[m] = zero16();
-    for (int64_t k = begin; k < end; ++k) {
-      const W* p = w + k * kPanel;
-      if (MR == 1) prefetch(p + 4096 / sizeof(W));
-      const F16 weights = load16(p);
-      UNROLL for (int m = 0; m < MR; ++m) c[m] = fma(all16(a[m * columns + k]), weights, c[m]);
+// What a tile reads ahead: from so many bytes behind its own weights on, some bytes for each column.
+struct Ahead {
+  int64_t bytes;
+  int64_t column_bytes;
+};
+
+// R rows times P panels; out [P, stride], added to what is there unless these columns are the first. W: float, uint16_t
+// (float16) or Brain. The sums are those of the same weights in float32, to the last bit.
+template <int P, int R, class W>
+inline void float_tile(
+    const uint8_t* const* panels, Ahead ahead, const float* a, int64_t columns, int64_t count, bool first, float* out,
+    int64_t stride) {
+  F16 c[P][R];
+  UNROLL for (int p = 0; p < P; ++p) UNROLL for (int r = 0; r < R; ++r) c[p][r] = zero16();
+  const auto add_column = [&](int64_t k) {
+    F16 weights[P];
+    UNROLL for (int p = 0; p < P; ++p) weights[p] = load16(reinterpret_cast<const W*>(panels[p]) + k * kPanel);
+    UNROLL for (int r = 0; r < R; ++r) {
+      const F16 x = all16(a[r * columns + k]);
+      UNROLL for (int p = 0; p < P; ++p) c[p][r] = fma(x, weights[p], c[p][r]);
     }
-    UNROLL for (int m = 0; m < MR; ++m) total[m] = add(total[m], c[m]);
+  };
+  const auto read_ahead = [&](int64_t k) {
+    UNROLL for (int p = 0; p < P; ++p) prefetch(panels[p] + ahead.bytes + k * ahead.column_bytes);
+  };
+  int64_t k = 0;
+  for (; k + 4 <= count; k += 4) {
+    read_ahead(k);
+    if (ahead.column_bytes > 16) UNROLL for (int i = 1; i < 4; ++i) read_ahead(k + i);
+    UNROLL for (int i = 0; i < 4; ++i) add_column(k + i);
   }
-  UNROLL for (int m = 0; m < MR; ++m) store(out + m * kPanel, total[m]);
+  for (; k < count; ++k) add_column(k);
+  UNROLL for (int p = 0; p < P; ++p) {
+    UNROLL for (int r = 0; r < R; ++r) {
+      float* const to = out + p * stride + r * kPanel;
+      store(to, first ? c[p][r] : add(load16(to), c[p][r]));
+    }
+  }
 }
 
 }  // namespace headrace::VARIANT
