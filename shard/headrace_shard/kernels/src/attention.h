@@ -108,37 +108,61 @@ void prefetch_run(const T* from, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) prefetch(from + i);
 }
 
+// Scores of the keys of B blocks. Prefetches the blocks `ahead`, where there are any, and values if they are wanted too.
+template <int R, int B, class T>
+void scores_of_blocks(
+    const float* queries, const T* const* blocks, const T* const* ahead, bool cold, int dim, float* scores) {
+  F16 c[B][R];
+  UNROLL for (int b = 0; b < B; ++b) UNROLL for (int r = 0; r < R; ++r) c[b][r] = zero16();
+  for (int run = 0; run < dim; run += kRun) {
+    UNROLL for (int b = 0; b < B; ++b) {
+      if (ahead[b]) prefetch_run(ahead[b] + run * kBlock, kRun * kBlock);
+      if (cold) prefetch_run(blocks[b] + (dim + run) * kBlock, kRun * kBlock);
+    }
+    UNROLL for (int d = run; d < run + kRun; ++d) {
+      F16 keys[B];
+      UNROLL for (int b = 0; b < B; ++b) keys[b] = load16(blocks[b] + d * kBlock);
+      UNROLL for (int r = 0; r < R; ++r) {
+        const F16 x = all16(queries[d * R + r]);
+        UNROLL for (int b = 0; b < B; ++b) c[b][r] = fma(x, keys[b], c[b][r]);
+      }
+    }
+  }
+  UNROLL for (int b = 0; b < B; ++b) {
+    UNROLL for (int r = 0; r < R; ++r) store(scores + r * kSplitKeys + b * kBlock, c[b][r]);
+  }
+}
+
 // scores [R, kSplitKeys]. Reads ahead: of a split that nobody has read ahead its own blocks, else the next split's keys.
 template <int R, class T>
 void scores_of(const float* queries, const Split<T>& split, const Split<T>* next, bool cold, int dim, float* scores) {
+  constexpr int kAtOnce = std::min(4, kAllSums / R);
+  const T* ahead[kSplitBlocks] = {};
+  const auto several = [&](auto count, int b) {
+    scores_of_blocks<R, count()>(queries, split.blocks + b, ahead + b, cold, dim, scores + b * kBlock);
+  };
   for (int b = 0; b < split.count; ++b) {
-    const T *keys = split.blocks[b], *values = keys + kBlock * dim;
-    const T* ahead = next && b < next->count ? next->blocks[b] : nullptr;
-    if (cold) ahead = split.blocks[std::min(b + 1, split.count - 1)];
-    F16 c[R];
-    UNROLL for (int r = 0; r < R; ++r) c[r] = zero16();
-    for (int run = 0; run < dim; run += kRun) {
-      if (ahead) prefetch_run(ahead + run * kBlock, kRun * kBlock);
-      if (cold) prefetch_run(values + run * kBlock, kRun * kBlock);
-      for (int d = run; d < run + kRun; ++d) {
-        const F16 key = load16(keys + d * kBlock);
-        UNROLL for (int r = 0; r < R; ++r) c[r] = fma(all16(queries[d * R + r]), key, c[r]);
-      }
+    if (cold) {
+      ahead[b] = b + kAtOnce < split.count ? split.blocks[b + kAtOnce] : nullptr;
+    } else if (next && b < next->count) {
+      ahead[b] = next->blocks[b];
     }
-    UNROLL for (int r = 0; r < R; ++r) store(scores + r * kSplitKeys + b * kBlock, c[r]);
   }
+  int b = 0;
+  for (; b + kAtOnce <= split.count; b += kAtOnce) several(std::integral_constant<int, kAtOnce>(), b);
+  for (; b < split.count; ++b) several(std::integral_constant<int, 1>(), b);
 }
 
 // Scores to exp(score - largest), 0 outside [begin, end), of which some is inside; `length` is a multiple of 16.
 inline void weigh(float* scores, int64_t length, int64_t begin, int64_t end, float& most, float& weight) {
   std::fill(scores, scores + begin, -INFINITY);
   std::fill(scores + end, scores + length, -INFINITY);
-  F8 top = all(-INFINITY);
-  for (int64_t i = 0; i < length; i += 8) top = max(top, load(scores + i));
+  F16 top = all16(-INFINITY);
+  for (int64_t i = 0; i < length; i += 16) top = max(top, load16(scores + i));
   most = largest(top);
-  F8 total = zero();
-  for (int64_t i = 0; i < length; i += 8) {
-    F8 e = exp(sub(load(scores + i), all(most)));
+  F16 total = zero16();
+  for (int64_t i = 0; i < length; i += 16) {
+    const F16 e = exp(sub(load16(scores + i), all16(most)));
     total = add(total, e);
     store(scores + i, e);
   }
@@ -154,19 +178,24 @@ void mix(
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int n = 0; n < N; ++n) c[r][n] = zero16();
   for (int b = 0; b < split.count; ++b) {
     const T* values = split.blocks[b] + kBlock * dim + column;
-    const T* ahead = next && column == 0 && b < next->count ? next->blocks[b] : nullptr;
+    const T* ahead = next && b < next->count ? next->blocks[b] + column : nullptr;
     const float* p = weights + b * kBlock;
     const int count = static_cast<int>(std::min<int64_t>(kBlock, keys - b * kBlock));
-    for (int i = 0; i < count; ++i) {
-      if (ahead && cold) prefetch_run(ahead + i * dim, dim);
-      if (ahead) prefetch_run(ahead + (kBlock + i) * dim, dim);
+    const auto add_key = [&](int i) {
       F16 v[N];
       UNROLL for (int n = 0; n < N; ++n) v[n] = load16(values + i * dim + n * 16);
       UNROLL for (int r = 0; r < R; ++r) {
         const F16 x = all16(p[r * kSplitKeys + i]);
         UNROLL for (int n = 0; n < N; ++n) c[r][n] = fma(x, v[n], c[r][n]);
       }
+    };
+    int i = 0;
+    for (; i + 4 <= count; i += 4) {
+      if (ahead) UNROLL for (int k = i; k < i + 4; ++k) prefetch_run(ahead + (kBlock + k) * dim, N * 16);
+      if (ahead && cold) UNROLL for (int k = i; k < i + 4; ++k) prefetch_run(ahead + k * dim, N * 16);
+      UNROLL for (int k = 0; k < 4; ++k) add_key(i + k);
     }
+    for (; i < count; ++i) add_key(i);
   }
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int n = 0; n < N; ++n) store(out + r * dim + column + n * 16, c[r][n]);
@@ -192,10 +221,10 @@ void attend_rows(
   }
   int column = 0;
   float* out = sums.values.data();
-  if (4 * R <= kAttentionRows) {
+  if constexpr (4 * R <= kAllSums) {
     for (; column + 64 <= dim; column += 64) mix<R, 4>(split, next, cold, keys, dim, column, scores, out);
   }
-  if (2 * R <= kAttentionRows) {
+  if constexpr (2 * R <= kAllSums) {
     for (; column + 32 <= dim; column += 32) mix<R, 2>(split, next, cold, keys, dim, column, scores, out);
   }
   for (; column < dim; column += 16) mix<R, 1>(split, next, cold, keys, dim, column, scores, out);

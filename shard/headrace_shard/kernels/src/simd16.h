@@ -39,8 +39,10 @@ inline F16 zero_unless_above(F16 value, F16 x, F16 bound) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLE_UQ), value);  // a NaN stays one
 }
 inline F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
+inline F8 low(F16 x) { return _mm512_castps512_ps256(x); }
+inline F8 high(F16 x) { return _mm512_extractf32x8_ps(x, 1); }
 constexpr int kSums = 12;  // sums of sixteen that the registers hold, twice, beside what is added to them
-constexpr int kFloatPanels = 4;
+constexpr int kAllSums = 24;
 
 #else
 
@@ -68,10 +70,15 @@ inline F16 zero_unless_above(F16 value, F16 x, F16 bound) {
 }
 inline F16 mul(F16 a, F16 b) { return {mul(a.low, b.low), mul(a.high, b.high)}; }
 inline F16 fma(F16 a, F16 b, F16 c) { return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)}; }
+inline F8 low(F16 x) { return x.low; }
+inline F8 high(F16 x) { return x.high; }
 constexpr int kSums = 6;  // sums of sixteen that the registers hold beside what is added to them
-constexpr int kFloatPanels = 1;
+constexpr int kAllSums = kSums;
 
 #endif
+
+inline float sum(F16 x) { return sum(add(low(x), high(x))); }
+inline float largest(F16 x) { return largest(max(low(x), high(x))); }
 
 template <class V>
 V spread(float x);  // the same number in all places

@@ -21,7 +21,7 @@
 namespace headrace::VARIANT {
 
 constexpr int64_t kFloatRun = 128;  // columns summed before they are added to the total: sums of sums round less
-constexpr int kFloatRows = 6;        // times kFloatPanels sums fill the registers
+constexpr int kFloatRows = 6, kFloatPanels = kAllSums / kFloatRows;  // of a tile of floats
 
 // What a tile reads ahead: from so many bytes behind its own weights on, some bytes for each column.
 struct Ahead {
