@@ -67,8 +67,10 @@ def ids(embedded_model: Path) -> list[int]:
     return Tokenizer.from_file(str(folder.tokenizer_path)).encode(TEXT.read_text("utf-8")).ids[:TOKENS]
 
 
-def log_probabilities(folder: Path, ids: list[int], precision: Precision, unpacked: bool = True) -> torch.Tensor:
-    """[tokens, vocab] of the text as one prompt."""
+def log_probabilities(
+    folder: Path, ids: list[int], precision: Precision, unpacked: bool = True, prompt: bool = True
+) -> torch.Tensor:
+    """[tokens, vocab] of the text as one prompt, or as tokens that were generated, in one step."""
     opened = ModelFolder.open(folder)
     backend = choose_backend(precision, torch.device("cpu"), Alone(), 2)
     weights: Any = open_weights(opened)
@@ -77,7 +79,8 @@ def log_probabilities(folder: Path, ids: list[int], precision: Precision, unpack
     table = np.arange(1, blocks_for(len(ids)) + 1, dtype=np.int32)
     step = StepInput(
         np.array(ids, dtype=np.int64), positions, BLOCK_SIZE + positions, np.zeros((0, 0), dtype=np.int32),
-        np.zeros(0, dtype=np.int64), (Chunk(0, len(ids), 0, table),), positions, prompts=len(ids),
+        np.zeros(0, dtype=np.int64), (Chunk(0, len(ids), 0, table),), positions,
+        prompts=len(ids) if prompt else 0,
     )
     with torch.inference_mode():
         model = load_model(opened, weights, backend)
@@ -102,11 +105,16 @@ def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
     return float((exact.exp() * (exact - other)).sum(-1).mean())
 
 
+@pytest.mark.parametrize("prompt", [True, False], ids=["prompt", "generated"])
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
-def test_weights_stay_near_float32(kind: Format, embedded_model: Path, ids: list[int], exact: torch.Tensor) -> None:
-    made = log_probabilities(embedded_model, ids, kind.precision, kind.unpacked)
+def test_weights_stay_near_float32(
+    kind: Format, prompt: bool, embedded_model: Path, ids: list[int], exact: torch.Tensor
+) -> None:
+    made = log_probabilities(embedded_model, ids, kind.precision, kind.unpacked, prompt)
     apart, best = divergence(exact, made), float((exact.argmax(-1) == made.argmax(-1)).float().mean())
-    before, after = perplexity(exact, ids), perplexity(made, ids)
-    print(f"{kind.name}: mean KL {apart:.2e}, perplexity {after:.3f} (float32 {before:.3f}), best token equal {best:.1%}")
+    before, after, what = perplexity(exact, ids), perplexity(made, ids), "a prompt" if prompt else "generated"
+    print(
+        f"{kind.name}, {what}: mean KL {apart:.2e}, perplexity {after:.3f} (float32 {before:.3f}), best token equal {best:.1%}"
+    )
     assert 0 < apart < kind.bound
     assert abs(after / before - 1) < 0.03

@@ -16,11 +16,13 @@ using namespace headrace;
 extern "C" {
 const char* headrace_use(const char* wanted);
 void headrace_threads(int count);
+int headrace_prompt_tile_rows();
 void headrace_linear(
-    const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out);
-void headrace_mlp(
-    const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual,
+    const float* x, int64_t rows, int64_t prompts, const Norm* norm, const Matrix* parts, int count, const float* residual,
     float* out);
+void headrace_mlp(
+    const float* x, int64_t rows, int64_t prompts, const Norm* norm, const Matrix* gate_up, const Matrix* down,
+    const float* residual, float* out);
 void headrace_attention(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out);
 void headrace_scan(const float* logits, int64_t rows, int64_t stride, int64_t columns, int64_t* best, float* log_sums);
 void headrace_mask(
@@ -30,7 +32,8 @@ void headrace_draw(
     int64_t* tokens);
 void headrace_threshold(
     const float* scores, const float* weights, int64_t rows, int64_t columns, const double* masses, float* thresholds);
-void headrace_run(const Call* calls, int64_t count, int64_t rows);
+struct SharedGroup;
+uint32_t headrace_run(const Call* calls, int64_t count, int64_t rows, int64_t prompts, SharedGroup* group);
 }
 
 namespace {
@@ -96,7 +99,7 @@ struct Weights {
 void products() {
   const int32_t format = pick(0, kFormats - 1);
   const int64_t columns = pick(1, 6) * kGroup;
-  const int rows = pick(1, 110), inner = pick(1, 3) * kGroup, count = pick(1, 3);
+  const int rows = pick(1, 310), prompts = pick(0, rows), inner = pick(1, 3) * kGroup, count = pick(1, 3);
   std::vector<Weights> parts;
   for (int i = 0; i < count; ++i) parts.emplace_back(format, pick(1, 60), columns, pick(0, 1));
   std::vector<Matrix> matrices;
@@ -114,8 +117,8 @@ void products() {
   const std::vector<float> residual = numbers(rows * width);
   std::vector<float> out(rows * width), fed(rows * columns);
   headrace_threads(1);
-  headrace_linear(x.data(), rows, &norm, matrices.data(), count, residual.data(), out.data());
-  headrace_mlp(x.data(), rows, &norm, gate_up, &down.matrix, x.data(), fed.data());
+  headrace_linear(x.data(), rows, prompts, &norm, matrices.data(), count, residual.data(), out.data());
+  headrace_mlp(x.data(), rows, prompts, &norm, gate_up, &down.matrix, x.data(), fed.data());
   headrace_threads(pick(2, 4));
   const int begin = pick(0, rows - 1), some = pick(1, rows - begin);
   std::vector<float> part(some * width), part_fed(some * columns);
@@ -130,14 +133,14 @@ void products() {
        {address(part_x.data()), address(&norm), address(gate_up), address(&down.matrix), address(part_x.data()),
         address(part_fed.data())}},
   };
-  headrace_run(calls, 2, some);
+  headrace_run(calls, 2, some, std::clamp(begin + some - (rows - prompts), 0, some), nullptr);
   check(std::memcmp(part.data(), &out[begin * width], part.size() * 4) == 0, "a product's rows are independent");
   check(std::memcmp(part_fed.data(), &fed[begin * columns], part_fed.size() * 4) == 0, "feed-forward rows are independent");
 }
 
-// Queries in tiles of `tallest`, of one sequence: positions begin .. end - 1.
+// Queries in tiles of `tallest`, of one sequence: positions begin .. end - 1, of a prompt or not.
 void attend(
-    const Heads& heads, std::vector<float> qkv, int begin, int end, int tallest, const std::vector<int32_t>& table,
+    const Heads& heads, std::vector<float> qkv, int begin, int end, int tallest, bool prompt, const std::vector<int32_t>& table,
     std::vector<uint8_t>& cache, float* out) {
   const int half = heads.head_dim / 2;
   std::vector<int32_t> firsts, counts;
@@ -152,9 +155,10 @@ void attend(
     slots.push_back(int64_t{table[at / kBlock]} * kBlock + at % kBlock);
   }
   std::vector<float> cosines(end * half, 0.6f), sines(end * half, 0.8f);
+  const int32_t count = static_cast<int32_t>(firsts.size());
   const Tiles tiles{
-      static_cast<int32_t>(firsts.size()), end - begin, firsts.data(), counts.data(), starts.data(), table.data(),
-      positions.data(), slots.data(), cosines.data(), sines.data()};
+      count, prompt ? count : 0, end - begin, firsts.data(), counts.data(), starts.data(), table.data(), positions.data(),
+      slots.data(), cosines.data(), sines.data()};
   headrace_attention(qkv.data(), &heads, &tiles, cache.data(), out);
 }
 
@@ -175,14 +179,15 @@ void attention() {
   const std::vector<float> qkv = numbers(length * width);
   std::vector<float> whole(length * out_width), pieces(length * out_width);
   std::vector<uint8_t> cache(bytes), other(bytes);
-  const int tallest = std::max(1, 6 / (heads.heads / heads.kv_heads));
+  const bool prompt = headrace_prompt_tile_rows() && heads.half && heads.head_dim % kGroup == 0 && pick(0, 1);
+  const int tallest = std::max(1, (prompt ? headrace_prompt_tile_rows() : 6) / (heads.heads / heads.kv_heads));
   headrace_threads(1);
-  attend(heads, qkv, 0, length, tallest, table, cache, whole.data());
+  attend(heads, qkv, 0, length, tallest, prompt, table, cache, whole.data());
   headrace_threads(pick(2, 4));
   for (int at = 0; at < length;) {
     const int next = std::min(length, at + pick(1, 150));
     const std::vector<float> some(qkv.begin() + at * width, qkv.begin() + next * width);
-    attend(heads, some, at, next, pick(1, tallest), table, other, &pieces[at * out_width]);
+    attend(heads, some, at, next, pick(1, tallest), prompt, table, other, &pieces[at * out_width]);
     at = next;
   }
   check(same(whole, pieces), "attention does not depend on chunks");

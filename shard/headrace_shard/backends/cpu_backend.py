@@ -26,11 +26,12 @@ from headrace_shard.parallel.partition import Runs
 from headrace_shard.sampling.passes import Passes
 from headrace_shard.step import StepInput
 from headrace_shard.weights.dequantize import type_name
-from headrace_shard.weights.precision import Format, Precision
+from headrace_shard.weights.precision import GROUP, Format, Precision
 from headrace_shard.weights.source import Blocks, Dense, Table
 
 MAX_HEAD_DIM = 512
 MIN_ROOM = 32  # rows
+INTEGERS = (Format.INT4, Format.INT8)
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,12 @@ class CpuBackend(TorchBackend):
         self.passes: Passes = library
         self._code: Library | Recording = library  # where the operations' calls go
         self._layers: ctypes.Array[Call] | None = None
+        self._in_integers = False  # whether some weights are
+        self._prompts = 0  # how many of the step's last rows are those of prompts
         self._room = 0  # rows that buffers have
         self._heads: dict[AttentionShape, kernels.Heads] = {}
         self._tiles = kernels.Tiles()
+        self._tile = self._prompt_tile = 0  # queries of an attention tile
         self._covers_attention = False
         self._angles = Angles()
         self._buffers: dict[str, torch.Tensor] = {}
@@ -80,6 +84,7 @@ class CpuBackend(TorchBackend):
         for number, given in enumerate(parts):
             part = Dense.of(given) if isinstance(given, torch.Tensor) else given
             panels = self._library.pack(part)
+            self._in_integers |= kernels.format_of(part) in INTEGERS
             bias = biases[number].to(torch.float32, copy=True) if biases else None
             bias_address = bias.data_ptr() if bias is not None else None
             matrices[number] = kernels.Matrix(
@@ -94,7 +99,7 @@ class CpuBackend(TorchBackend):
 
     @property
     def prompts_differ(self) -> bool:
-        return bool(getattr(self._library, "prompts_differ", False))
+        return self._in_integers and self._library.prompt_tile_rows > 0
 
     def read_rate(self, wait: Callable[[], object]) -> float:
         return self._library.read_rate(self._panels, wait)
@@ -126,9 +131,13 @@ class CpuBackend(TorchBackend):
         self._cache = list(cache.unbind(1))
         self._heads.clear()
         self._layers = None
-        self._tile = max(1, self._library.tile_rows // (shape.heads // shape.kv_heads))
+        shared = shape.heads // shape.kv_heads
+        self._tile, self._prompt_tile = max(1, self._library.tile_rows // shared), 0
+        if self._in_integers and self._cache[0].dtype == torch.float16 and shape.head_dim % GROUP == 0:
+            self._prompt_tile = self._library.prompt_tile_rows // shared
 
     def begin(self, step: StepInput, inverse_frequencies: torch.Tensor) -> None:
+        self._prompts = step.prompts
         if not self._covers_attention:
             super().begin(step, inverse_frequencies)
             return
@@ -136,7 +145,7 @@ class CpuBackend(TorchBackend):
         self._wanted = torch.from_numpy(step.logit_rows)
         self._all_wanted = len(step.logit_rows) == len(step.token_ids)
         self._angles.cover(int(step.positions.max()) + 1, inverse_frequencies)
-        tiles, self._kept = tiles_of(step, self._angles, self._tile)
+        tiles, self._kept = tiles_of(step, self._angles, self._tile, self._prompt_tile)
         ctypes.pointer(self._tiles)[0] = tiles  # in place: what was recorded has its address
 
     def run(self, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -150,7 +159,7 @@ class CpuBackend(TorchBackend):
             layers(x)
             self._code, self._layers = self._library, recording.calls()
         recorded = self._layers
-        self._group.run(lambda group: self._library.run(recorded, len(x), group))
+        self._group.run(lambda group: self._library.run(recorded, len(x), self._prompts, group))
         return x
 
     def norm_qkv(self, x: torch.Tensor, norm: PackedNorm, qkv: Packed) -> torch.Tensor:  # type: ignore[override]
@@ -175,12 +184,12 @@ class CpuBackend(TorchBackend):
 
     def output(self, x: torch.Tensor, attended: torch.Tensor, projection: Packed) -> torch.Tensor:  # type: ignore[override]
         return self._added(x, projection, lambda residual, out: self._code.linear(
-            attended.data_ptr(), len(x), None, projection.address, projection.count, residual, out
+            attended.data_ptr(), len(x), self._prompts, None, projection.address, projection.count, residual, out
         ))
 
     def mlp(self, x: torch.Tensor, norm: PackedNorm, gate_up: Packed, down: Packed) -> torch.Tensor:  # type: ignore[override]
         return self._added(x, down, lambda residual, out: self._code.mlp(
-            x.data_ptr(), len(x), norm.address, gate_up.address, down.address, residual, out
+            x.data_ptr(), len(x), self._prompts, norm.address, gate_up.address, down.address, residual, out
         ))
 
     def _added(self, x: torch.Tensor, last: Packed, compute: Callable[[int | None, int | None], None]) -> torch.Tensor:
@@ -200,20 +209,21 @@ class CpuBackend(TorchBackend):
     def head(self, x: torch.Tensor, norm: PackedNorm, head: Packed) -> torch.Tensor:  # type: ignore[override]
         rows = x if self._all_wanted else x[self._wanted]
         if self._group.world_size == 1:
-            return self._linear(rows, norm, head)
-        return self._group.gather(self._linear(rows, norm, head, out=self._buffer("logits", len(rows), head.width)))
+            return self._linear(rows, norm, head, prompts=0)
+        out = self._buffer("logits", len(rows), head.width)
+        return self._group.gather(self._linear(rows, norm, head, out=out, prompts=0))
 
     def _linear(
         self, x: torch.Tensor, norm: PackedNorm | None, weights: Packed, residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, prompts: int | None = None,
     ) -> torch.Tensor:
-        """[residual +] weights x, written into `out` if given; `out` may be `residual`."""
+        """[residual +] weights x, written into `out` if given; `out` may be `residual`. `prompts`: None for the step's."""
         if out is None:
             out = torch.empty((len(x), weights.width))
         if len(x):
             self._code.linear(
-                x.data_ptr(), len(x), norm.address if norm else None, weights.address, weights.count,
-                residual.data_ptr() if residual is not None else None, out.data_ptr(),
+                x.data_ptr(), len(x), self._prompts if prompts is None else prompts, norm.address if norm else None,
+                weights.address, weights.count, residual.data_ptr() if residual is not None else None, out.data_ptr(),
             )
         return out
 
@@ -246,15 +256,21 @@ def covers(shape: AttentionShape) -> bool:
     return shape.head_dim % 16 == 0 and shape.head_dim <= MAX_HEAD_DIM
 
 
-def tiles_of(step: StepInput, angles: Angles, tallest: int) -> tuple[kernels.Tiles, tuple[object, ...]]:
-    """The step's attention tiles, of at most so many queries, and what they point to."""
+def tiles_of(
+    step: StepInput, angles: Angles, tallest: int, tallest_of_prompts: int
+) -> tuple[kernels.Tiles, tuple[object, ...]]:
+    """The step's attention tiles, of at most so many queries, and what they point to; a 0 for prompts: they are as others."""
     decode, width = step.decode_tables.shape
     firsts, counts = [np.arange(decode, dtype=np.int32)], [np.ones(decode, dtype=np.int32)]
     starts, tables, at = [np.arange(decode, dtype=np.int64) * width], [step.decode_tables.reshape(-1)], decode * width
+    first_prompt, prompts = len(step.token_ids) - step.prompts, 0
     for chunk in step.chunks:
-        offsets = np.arange(0, chunk.length, tallest, dtype=np.int32)
+        own = tallest_of_prompts > 0 and chunk.offset >= first_prompt
+        most = tallest_of_prompts if own else tallest
+        offsets = np.arange(0, chunk.length, most, dtype=np.int32)
+        prompts += len(offsets) if own else 0
         firsts.append(offsets + np.int32(chunk.offset))
-        counts.append(np.minimum(chunk.length - offsets, tallest, dtype=np.int32))
+        counts.append(np.minimum(chunk.length - offsets, most, dtype=np.int32))
         starts.append(np.full(len(offsets), at, dtype=np.int64))
         tables.append(chunk.table)
         at += len(chunk.table)
@@ -263,5 +279,5 @@ def tiles_of(step: StepInput, angles: Angles, tallest: int) -> tuple[kernels.Til
         np.concatenate(tables).astype(np.int32, copy=False), np.ascontiguousarray(step.positions, dtype=np.int64),
         np.ascontiguousarray(step.slots, dtype=np.int64), angles.cosines, angles.sines,
     )
-    tiles = kernels.Tiles(len(arrays[0]), len(step.token_ids), *(array.ctypes.data for array in arrays))
+    tiles = kernels.Tiles(len(arrays[0]), prompts, len(step.token_ids), *(array.ctypes.data for array in arrays))
     return tiles, arrays

@@ -60,7 +60,7 @@ class Tiles(ctypes.Structure):
     """What the step's queries attend to."""
 
     _fields_: ClassVar = [
-        ("count", ctypes.c_int32), ("tokens", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("count", "prompts", "tokens")),
         *((name, Address) for name in ("firsts", "counts", "starts", "tables", "positions", "slots", "cosines", "sines")),
     ]
 
@@ -97,15 +97,17 @@ class Library:
             raise ValueError(f"no kernels are called {variant!r}")
         # Pairs of a query and a head that share what attention reads of the cache.
         self.tile_rows: int = code.headrace_tile_rows()
+        # The same in tiles of prompts, whose rows are computed in numbers of their own; 0: all rows are alike.
+        self.prompt_tile_rows: int = code.headrace_prompt_tile_rows()
         self._code, self._arena = code, Arena()
-        self.linear = _declare(code.headrace_linear, "x rows* norm parts count residual out")
-        self.mlp = _declare(code.headrace_mlp, "x rows* norm gate_up down residual out")
+        self.linear = _declare(code.headrace_linear, "x rows* prompts* norm parts count residual out")
+        self.mlp = _declare(code.headrace_mlp, "x rows* prompts* norm gate_up down residual out")
         self.attention = _declare(code.headrace_attention, "qkv heads tiles cache out")
         self._scan = _declare(code.headrace_scan, "logits rows* stride* columns* best log_sums")
         self._draw = _declare(code.headrace_draw, "logits rows* stride* columns* temperatures numbers tokens")
         self._mask = _declare(code.headrace_mask, "logits places count* stride* columns* bits words*")
         self._threshold = _declare(code.headrace_threshold, "scores weights rows* columns* masses thresholds")
-        self._run = _declare(code.headrace_run, "calls length* rows* group", ctypes.c_uint32)
+        self._run = _declare(code.headrace_run, "calls length* rows* prompts* group", ctypes.c_uint32)
         self._pack = _declare(code.headrace_pack, "values format out")
         self._pack_blocks = _declare(
             code.headrace_pack_blocks, "kind raw row_bytes* order rows* first_group* groups* out"
@@ -118,9 +120,12 @@ class Library:
         """Threads of the process that work on an operation, the caller's included."""
         self._code.headrace_threads(count)
 
-    def run(self, calls: ctypes.Array[Call], rows: int, group: int | None = None) -> int:
-        """Make recorded calls, each with so many rows. `group`: whose sums they are; returns 0, or what has broken it."""
-        return int(self._run(ctypes.addressof(calls), len(calls), rows, group))
+    def run(self, calls: ctypes.Array[Call], rows: int, prompts: int, group: int | None = None) -> int:
+        """Make recorded calls, each with so many rows, of which the last `prompts` belong to prompts.
+
+        `group`: whose sums they are. Returns 0, or what has broken it.
+        """
+        return int(self._run(ctypes.addressof(calls), len(calls), rows, prompts, group))
 
     def scan(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each row of logits [rows, vocab] the first largest one's place, and the log of the sum of exp."""

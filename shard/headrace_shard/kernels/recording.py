@@ -9,7 +9,7 @@ LINEAR, MLP, ATTENTION, SUM = range(4)
 
 
 class Call(ctypes.Structure):
-    """One call; src/types.h declares the same. Arguments are in the kernel's order, the number of rows left out."""
+    """One call; src/types.h declares the same. Arguments are in the kernel's order, the numbers of rows left out."""
 
     _fields_: ClassVar = [("function", ctypes.c_int64), ("arguments", ctypes.c_int64 * 6)]
 
@@ -21,12 +21,14 @@ class Recording:
         self._calls: list[Call] = []
 
     def linear(
-        self, x: int, rows: int, norm: int | None, parts: int, count: int, residual: int | None, out: int | None
+        self, x: int, rows: int, prompts: int, norm: int | None, parts: int, count: int, residual: int | None,
+        out: int | None,
     ) -> None:
         self._add(LINEAR, x, norm, parts, count, residual, out)
 
     def mlp(
-        self, x: int, rows: int, norm: int | None, gate_up: int, down: int, residual: int | None, out: int | None
+        self, x: int, rows: int, prompts: int, norm: int | None, gate_up: int, down: int, residual: int | None,
+        out: int | None,
     ) -> None:
         self._add(MLP, x, norm, gate_up, down, residual, out)
 

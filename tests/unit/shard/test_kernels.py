@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace_shard.backends import choose_backend
@@ -344,6 +345,141 @@ def test_what_a_row_may_not_see_cannot_reach_it(library: Library) -> None:
     rows = torch.ones((5, 64))
     backend.begin(step_of([], [(Sequence(5, [1]), 0, 5)]), torch.ones(8))
     assert bool(torch.isfinite(backend.attention(rows, 0, shape)).all())
+
+
+# Prompts, where they are computed otherwise
+
+
+@pytest.fixture
+def own_for_prompts() -> Iterator[Library]:
+    library = Library()
+    if not library.prompt_tile_rows:
+        pytest.skip("this CPU computes prompts as everything else")
+    yield library
+    library.set_threads(1)
+
+
+def to_brains(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to bfloat16, in double precision."""
+    return x.bfloat16().double()
+
+
+@settings(deadline=None, max_examples=25 * FUZZ, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(list(KINDS)), st.integers(1, 600), st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    st.integers(1, 40), st.booleans(), st.booleans(), st.integers(1, 3), st.integers(0, 10**6),
+)
+def test_a_product_of_a_prompt_equals_its_twin(
+    own_for_prompts: Library, kind: str, rows: int, widths: list[int], groups: int, with_norm: bool, with_bias: bool,
+    threads: int, seed: int,
+) -> None:
+    rng, columns = np.random.default_rng(seed), groups * 32
+    backend = CpuBackend(Alone(), own_for_prompts, threads, OWN)
+    made = [make_weight(kind, width, columns, rng) for width in widths]
+    bias = [torch.from_numpy(rng.normal(0, 1, width).astype(np.float32)) for width in widths] if with_bias else None
+    packed = backend.pack_linear([m[0] for m in made], bias)
+    x = torch.from_numpy(rng.normal(0, 1, (rows, columns)).astype(np.float32))
+    norm = torch.from_numpy(rng.normal(1, 0.2, columns).astype(np.float32))
+    got = backend._linear(x, backend.pack_norm(norm, 1e-5) if with_norm else None, packed, prompts=rows)
+    plain = F.rms_norm(x, (columns,), norm, 1e-5) if with_norm else x
+    weight = torch.cat([m[1] for m in made])
+    expected = F.linear(to_brains(plain), to_brains(weight)).float()
+    if bias:
+        expected += torch.cat(bias)
+    # Weights near the middle between two of bfloat16 may go to the other one.
+    terms = F.linear(plain.double().abs(), weight.double().abs()) + (torch.cat(bias).abs() if bias else 1e-6)
+    assert bool(((got - expected).abs() <= 2**-7 * terms).all())
+    nearest = F.linear(plain.double(), weight.double())
+    if bias:
+        nearest += torch.cat(bias)
+    assert (got - nearest).norm() <= 6e-3 * nearest.norm() + 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_a_prompt_depends_on_nothing_else(kind: str, own_for_prompts: Library) -> None:
+    """Neither on other rows of prompts nor on generated tokens, nor these on it."""
+    rng = np.random.default_rng(3)
+    backend = CpuBackend(Alone(), own_for_prompts, 2, OWN)
+    packed = backend.pack_linear([make_weight(kind, 53, 480, rng)[0], make_weight(kind, 16, 480, rng)[0]])
+    gate_up = backend.pack_linear([make_weight(kind, 64, 480, rng)[0], make_weight(kind, 64, 480, rng)[0]])
+    down = backend.pack_linear([make_weight(kind, 480, 64, rng)[0]])
+    norm = backend.pack_norm(torch.linspace(0.5, 1.5, 480), 1e-5)
+    x = torch.from_numpy(rng.normal(0, 1, (600, 480)).astype(np.float32))
+
+    def both(begin: int, end: int, prompts: int) -> torch.Tensor:
+        backend._prompts = prompts
+        product = backend._linear(x[begin:end].contiguous(), norm, packed)
+        return torch.cat((product, backend.mlp(x[begin:end].clone(), norm, gate_up, down)), 1)
+
+    of_prompts, generated = both(0, 600, 600), both(0, 600, 0)
+    assert not torch.equal(of_prompts, generated)
+    for begin, end in [(0, 1), (5, 8), (3, 7), (11, 27), (100, 133), (50, 90), (90, 400), (100, 600), (599, 600)]:
+        for prompts in (end - begin, (end - begin) // 2, 1):
+            got, cut = both(begin, end, prompts), end - prompts
+            assert torch.equal(got, torch.cat((generated[begin:cut], of_prompts[cut:end])))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mlp_of_a_prompt_equals_its_twin(kind: str, own_for_prompts: Library) -> None:
+    rng = np.random.default_rng(7)
+    backend = CpuBackend(Alone(), own_for_prompts, 2, OWN)
+    gate, up, down = make_weight(kind, 96, 64, rng), make_weight(kind, 96, 64, rng), make_weight(kind, 64, 96, rng)
+    x = torch.from_numpy(rng.normal(0, 1, (70, 64)).astype(np.float32))
+    backend._prompts = 70
+    gate_up = backend.pack_linear([gate[0], up[0]])
+    got = backend.mlp(x.clone(), backend.pack_norm(torch.ones(64), 1e-5), gate_up, backend.pack_linear([down[0]]))
+    normed = to_brains(F.rms_norm(x, (64,), torch.ones(64), 1e-5))
+    between = to_brains(F.silu(F.linear(normed, to_brains(gate[1]))) * F.linear(normed, to_brains(up[1])))
+    expected = x + F.linear(between, to_brains(down[1])).float()
+    assert near(got, expected, 2e-2)
+
+
+def prompt_backend(library: Library, threads: int) -> CpuBackend:
+    """One that tells prompts apart: it has weights in integers."""
+    backend = CpuBackend(Alone(), library, threads, OWN)
+    backend.pack_linear([make_weight("q4_1", 16, 32, np.random.default_rng(1))[0]])
+    assert backend.prompts_differ
+    return backend
+
+
+def as_prompts(step: StepInput) -> StepInput:
+    """Its chunks as those of prompts."""
+    return replace(step, prompts=sum(chunk.length for chunk in step.chunks))
+
+
+@pytest.mark.parametrize("window", [None, 33, 140])
+@pytest.mark.parametrize(("heads", "dim"), [((9, 3), 64), ((2, 2), 32), ((14, 2), 96), ((7, 1), 128), ((40, 1), 32)])
+def test_attention_of_a_prompt_equals_its_twin_and_depends_on_nothing_else(
+    heads: tuple[int, int], dim: int, window: int | None, own_for_prompts: Library
+) -> None:
+    """One chunk of 300 tokens; chunks that end within blocks and splits, beside others; a last token generated."""
+    rng = np.random.default_rng(8)
+    shape, length = AttentionShape(*heads, dim, window), 300
+    blocks = (rng.permutation(40) + 1).tolist()
+    ours, other = Sequence(length, blocks[:19]), Sequence(129, blocks[19:28])
+    width = (heads[0] + 2 * heads[1]) * dim
+    rows, mates = (torch.from_numpy(rng.normal(0, 1, (n, width)).astype(np.float32)) for n in (length, 129))
+    whole_step = step_of([], [(ours, 0, length)])
+    twin = attend(TorchBackend(torch.float32, CPU, Alone()), shape, [(whole_step, rows)])[0]
+    whole = attend(prompt_backend(own_for_prompts, 2), shape, [(as_prompts(whole_step), rows)])[0]
+    assert (whole - twin).norm() < 5e-3 * twin.norm()
+    assert (whole - twin).abs().max() < 3e-2
+    pieces = [(as_prompts(step_of([], [(ours, a, b)])), rows[a:b]) for a, b in pairwise([0, 1, 16, 100, 127, 129, 257, 298])]
+    pieces.append((as_prompts(step_of([], [(ours, 298, 299), (other, 0, 129)])), torch.cat((rows[298:299], mates))))
+    pieces.append((as_prompts(step_of([(ours, 299)], [])), rows[299:]))
+    for threads in (1, 3):
+        got = attend(prompt_backend(own_for_prompts, threads), shape, pieces)
+        assert torch.equal(torch.cat([*got[:-2], got[-2][:1]]), whole[:299])
+        assert (got[-1] - twin[299:]).abs().max() < 6e-3  # its own query is not rounded, nor its own key
+
+
+def test_what_a_prompts_row_may_not_see_cannot_reach_it(own_for_prompts: Library) -> None:
+    shape = AttentionShape(2, 1, 32)
+    backend = prompt_backend(own_for_prompts, 1)
+    backend.allocate_kv(1, 4, shape)
+    backend._cache[0].fill_(torch.nan)
+    backend.begin(as_prompts(step_of([], [(Sequence(5, [1]), 0, 5)])), torch.ones(16))
+    assert bool(torch.isfinite(backend.attention(torch.ones((5, 128)), 0, shape)).all())
 
 
 # Passes over logits

@@ -35,6 +35,11 @@ struct Cache {
   int64_t block_stride;  // from a block to the next
 };
 
+template <class T>
+Cache<T> cache_of(T* memory, const Heads& h) {
+  return {memory, memory + kBlock * h.head_dim, int64_t{2 * kBlock} * h.head_dim, h.block_stride};
+}
+
 // Su et al. 2021 in the half-split layout of `transformers`; head_dim / 2 is a multiple of 8.
 inline void rotate(float* x, const float* cosines, const float* sines, int half, float scale) {
   for (int d = 0; d < half; d += 8) {
@@ -347,12 +352,13 @@ void attend_by_splits(int64_t items, const F& item_of, int dim) {
   }
 }
 
+// Writes all tokens into the cache and computes the first `count` tiles.
 template <class T>
-void attention_of(float* qkv, const Heads& h, const Tiles& t, T* memory, float* out) {
+void attention_of(float* qkv, const Heads& h, const Tiles& t, int count, T* memory, float* out) {
   const int dim = h.head_dim, shared = h.heads / h.kv_heads;
   const int64_t stride = int64_t{h.heads + 2 * h.kv_heads} * dim;
-  const int64_t head_stride = int64_t{2 * kBlock} * dim;
-  const Cache<T> cache{memory, memory + kBlock * dim, head_stride, h.block_stride};
+  const Cache<T> cache = cache_of(memory, h);
+  const int64_t head_stride = cache.head_stride;
 
   const int tokens = t.tokens, a_chunk = tokens < 4 ? tokens : std::max(1, tokens / (4 * threads()));
   parallel((tokens + a_chunk - 1) / a_chunk, [&](int chunk) {
@@ -361,8 +367,9 @@ void attention_of(float* qkv, const Heads& h, const Tiles& t, T* memory, float* 
     }
   });
 
+  if (count == 0) return;
   // Heads of one item: as many as fit beside the tile's queries.
-  const int tallest = *std::max_element(t.counts, t.counts + t.count);
+  const int tallest = *std::max_element(t.counts, t.counts + count);
   const int heads = std::max(1, std::min(shared, kAttentionRows / tallest));
   const int parts = (shared + heads - 1) / heads, per_tile = h.kv_heads * parts;
   auto item_of = [&](int64_t number) {
@@ -386,19 +393,11 @@ void attention_of(float* qkv, const Heads& h, const Tiles& t, T* memory, float* 
     item.last_split = (item.end + kSplitKeys - 1) / kSplitKeys;
     return item;
   };
-  const int64_t items = int64_t{t.count} * per_tile;
+  const int64_t items = int64_t{count} * per_tile;
   if (items < 4 * threads() && threads() > 1) {
     attend_by_splits<T>(items, item_of, dim);
   } else {
     attend_by_items<T>(items, item_of, dim);
-  }
-}
-
-inline void attention(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out) {
-  if (heads->half) {
-    attention_of(qkv, *heads, *tiles, static_cast<uint16_t*>(cache), out);
-  } else {
-    attention_of(qkv, *heads, *tiles, static_cast<float*>(cache), out);
   }
 }
 

@@ -6,14 +6,18 @@
 
 namespace headrace::VARIANT {
 
-constexpr int kBlockRows = 96;  // rows that stay in the cache while panels pass by
+// How a product is cut: rows that stay in the cache while panels pass by, the most rows of a tile, and what all tiles but
+// the last are multiples of, if there are so many rows.
+struct RowTiles {
+  static constexpr int kBlockRows = 96;
 #if HEADRACE_AMX
-constexpr int kTileRows = kAmxTiles * kAmxRows;
-constexpr int kTileStep = kAmxRows;  // that all tiles but the last are multiples of, if there are so many rows
+  static constexpr int kTileRows = kAmxTiles * kAmxRows, kTileStep = kAmxRows;
+  const AmxTiles tiles{{64, 64, 32, 64, 64, 64}, {16, 16, 16, 8, 16, 16}};
 #else
-constexpr int kTileRows = kFloatPanels * kSums, kTileStep = 1;
-struct AmxTiles {};
+  static constexpr int kTileRows = kFloatPanels * kSums, kTileStep = 1;
 #endif
+};
+constexpr int kTileRows = RowTiles::kTileRows;
 
 // The first of the fewest parts of `left`, none above `most`: all about equally large, since small ones run at a lower rate.
 inline int even_part(int64_t left, int most) {
@@ -132,33 +136,49 @@ inline void add_bias(const Matrix& matrix, int panel, int rows, float* out) {
   }
 }
 
-using PanelSums = float[kTileRows * kPanel];
-
-inline void add_tiles(int panels, int rows, const PanelSums* x, PanelSums* out) {
-  for (int p = 0; p < panels; ++p) {
-    for (int i = 0; i < rows * kPanel; i += 8) store(out[p] + i, add(load(out[p] + i), load(x[p] + i)));
-  }
+inline void add_to(int size, const float* x, float* out) {
+  for (int i = 0; i < size; i += kPanel) store(out + i, add(load16(out + i), load16(x + i)));
 }
 
-// Rows of each panel, its bias added to the first run; the second half goes to `other` if it is wanted apart.
-inline void tile(
-    const Panels& panels, const Activations& a, int64_t row, int rows, PanelSums* out, PanelSums* other = nullptr) {
-  const Matrix& matrix = *panels.matrices[0];
+// Sums over the runs of a matrix's columns, each of which run(begin, count, to) gives, in their order. bias(to) adds to the
+// first one, add_up(from, to) one to another; the second half goes to `other` if it is wanted apart.
+template <int kSize, class Run, class Bias, class AddUp>
+void in_runs(const Matrix& matrix, float* out, float* other, const Run& run, const Bias& bias, const AddUp& add_up) {
   const int64_t edges[] = {0, matrix.breaks[0], matrix.breaks[1], matrix.breaks[2], matrix.columns};
-  alignas(64) PanelSums half[kFloatPanels], run[kFloatPanels];
-  PanelSums* const second = edges[2] == 0 ? out : other ? other : half;
+  alignas(64) float half[kSize], next[kSize];
+  float* const second = edges[2] == 0 ? out : other ? other : half;
   bool biased = false;
   for (int i = 0; i < 4; ++i) {
     const int64_t count = edges[i + 1] - edges[i];
     if (count == 0) continue;
-    PanelSums* const to = i < 2 ? out : second;
+    float* const to = i < 2 ? out : second;
     const bool more = i % 2 == 1 && edges[i] > edges[i - 1];
-    run_tile(panels, a, row, rows, edges[i], count, more ? run[0] : to[0]);
-    for (int p = 0; p < panels.count && !biased; ++p) add_bias(*panels.matrices[p], panels.numbers[p], rows, to[p]);
+    run(edges[i], count, more ? next : to);
+    if (!biased) bias(to);
     biased = true;
-    if (more) add_tiles(panels.count, rows, run, to);
+    if (more) add_up(next, to);
   }
-  if (second == half && edges[2] < matrix.columns) add_tiles(panels.count, rows, half, out);
+  if (second == half && edges[2] < matrix.columns) add_up(half, out);
+}
+
+using PanelSums = float[kTileRows * kPanel];
+
+// Rows of each panel, its bias added; the second half goes to `other` if it is wanted apart.
+inline void tile(
+    const Panels& panels, const Activations& a, int64_t row, int rows, PanelSums* out, PanelSums* other = nullptr) {
+  in_runs<kFloatPanels * kTileRows * kPanel>(
+      *panels.matrices[0], out[0], other ? other[0] : nullptr,
+      [&](int64_t begin, int64_t count, float* to) { run_tile(panels, a, row, rows, begin, count, to); },
+      [&](float* to) {
+        for (int p = 0; p < panels.count; ++p) {
+          add_bias(*panels.matrices[p], panels.numbers[p], rows, to + p * kTileRows * kPanel);
+        }
+      },
+      [&](const float* from, float* to) {
+        for (int p = 0; p < panels.count; ++p) {
+          add_to(rows * kPanel, from + p * kTileRows * kPanel, to + p * kTileRows * kPanel);
+        }
+      });
 }
 
 // Some of the panels, or pairs of panels, of a product.
@@ -169,15 +189,16 @@ struct Units {
 };
 
 // Calls body(units, row, rows) for every tile of at most `most` of `units` and some of the rows.
-template <class F>
+template <class Cut, class F>
 void each_tile(int64_t rows, int units, int most, const F& body) {
+  constexpr int kBlockRows = Cut::kBlockRows, kTileRows = Cut::kTileRows, kTileStep = Cut::kTileStep;
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
   // Several chunks a thread, so that all end at about the same time though one may be slower.
   const int wanted = threads() == 1 ? 1 : static_cast<int>(std::max<int64_t>(1, (8 * threads() + blocks - 1) / blocks));
   const int a_chunk = std::max(1, (units + wanted - 1) / wanted);
   const int chunks = (units + a_chunk - 1) / a_chunk;
   auto one = [&](int chunk) {
-    [[maybe_unused]] const AmxTiles tiles;
+    [[maybe_unused]] const Cut cut;
     const int64_t first = chunk / chunks * int64_t{kBlockRows}, last = std::min(rows, first + kBlockRows);
     const int begin = chunk % chunks * a_chunk, end = std::min(units, begin + a_chunk);
     for (int unit = begin, wide; unit < end; unit += wide) {
@@ -193,8 +214,32 @@ void each_tile(int64_t rows, int units, int most, const F& body) {
   parallel(static_cast<int>(chunks * blocks), one);
 }
 
-// out [rows, outputs of all matrices]; where these keep the halves of their products apart, [2, rows, outputs].
-inline void multiply(const Activations& a, const Matrix* parts, int count, const float* residual, float* out) {
+// Where a tile goes: from `at` on, rows `stride` apart; halves that are kept apart `plane` apart.
+struct Target {
+  const float* residual;
+  float* out;
+  int64_t plane, stride, at;
+};
+
+// Writes y [rows, 16] of a panel, and `other` if its matrix keeps the halves apart.
+inline void put_tile(const Matrix& matrix, int panel, int rows, const float* y, const float* other, const Target& to) {
+  const int width = std::min(kPanel, matrix.rows - panel * kPanel);
+  for (int i = 0; i < rows; ++i) {
+    const int64_t at = to.at + i * to.stride;
+    if (matrix.apart) std::memcpy(to.out + to.plane + at, other + i * kPanel, sizeof(float) * width);
+    if (width < kPanel) {
+      for (int j = 0; j < width; ++j) {
+        to.out[at + j] = to.residual ? to.residual[at + j] + y[i * kPanel + j] : y[i * kPanel + j];
+      }
+      continue;
+    }
+    const F16 product = load16(y + i * kPanel);
+    store(to.out + at, to.residual ? add(load16(to.residual + at), product) : product);
+  }
+}
+
+// out [rows, outputs of all matrices]; where these keep the halves of their products apart, the second ones `plane` behind.
+inline void multiply(const Activations& a, const Matrix* parts, int count, const float* residual, float* out, int64_t plane) {
   const int64_t rows = a.rows;
   int units = 0;
   int64_t stride = 0;
@@ -202,7 +247,7 @@ inline void multiply(const Activations& a, const Matrix* parts, int count, const
     units += parts[i].panel_count();
     stride += parts[i].rows;
   }
-  each_tile(rows, units, panels_at_once(parts, count), [&](Units found, int64_t row, int tall) {
+  each_tile<RowTiles>(rows, units, panels_at_once(parts, count), [&](Units found, int64_t row, int tall) {
     Panels panels{found.count, found.more ? found.count : 0, {}, {}};
     int64_t columns[kFloatPanels];  // of the result, where the panels' rows begin
     const Matrix* matrix = parts;
@@ -219,34 +264,26 @@ inline void multiply(const Activations& a, const Matrix* parts, int count, const
     alignas(64) PanelSums sums[kFloatPanels], other[kFloatPanels];
     tile(panels, a, row, tall, sums, parts->apart ? other : nullptr);
     for (int p = 0; p < found.count; ++p) {
-      const float* const y = sums[p];
-      const int width = std::min(kPanel, panels.matrices[p]->rows - panels.numbers[p] * kPanel);
-      for (int i = 0; i < tall; ++i) {
-        const int64_t at = (row + i) * stride + columns[p];
-        if (parts->apart) std::memcpy(out + rows * stride + at, other[p] + i * kPanel, sizeof(float) * width);
-        if (width < kPanel) {
-          for (int j = 0; j < width; ++j) out[at + j] = residual ? residual[at + j] + y[i * kPanel + j] : y[i * kPanel + j];
-          continue;
-        }
-        const F16 product = load16(y + i * kPanel);
-        store(out + at, residual ? add(load16(residual + at), product) : product);
-      }
+      put_tile(
+          *panels.matrices[p], panels.numbers[p], tall, sums[p], other[p],
+          {residual, out, plane, stride, row * stride + columns[p]});
     }
   });
 }
 
-inline void linear(
-    const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out) {
+inline void linear_of_rows(
+    const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out,
+    int64_t plane) {
   static thread_local Activations made;
   Activations& a = made;  // a thread_local of the caller, which other threads read
   prepare(x, rows, norm, parts, count, a);
-  multiply(a, parts, count, residual, out);
+  multiply(a, parts, count, residual, out, plane);
 }
 
 // out = [residual +] down(silu(gate) * up); gate and up are equally large.
-inline void mlp(
+inline void mlp_of_rows(
     const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual,
-    float* out) {
+    float* out, int64_t plane) {
   static thread_local Activations made, between;
   static thread_local std::vector<float> values;
   Activations &a = made, &b = between;
@@ -259,7 +296,7 @@ inline void mlp(
   b.floats = floats;
   // A group of the columns between is made, and rounded, where its sums are.
   const int at_once = panels_at_once(gate_up, 2);
-  each_tile(rows, static_cast<int>((stride + kGroup - 1) / kGroup), 1, [&](Units found, int64_t row, int tall) {
+  each_tile<RowTiles>(rows, static_cast<int>((stride + kGroup - 1) / kGroup), 1, [&](Units found, int64_t row, int tall) {
     const int unit = found.first;
     alignas(64) PanelSums sums[4];  // of a panel or two of gate, then of up
     alignas(64) float inner[kTileRows][kGroup];
@@ -288,7 +325,7 @@ inline void mlp(
       }
     }
   });
-  multiply(b, down, 1, residual, out);
+  multiply(b, down, 1, residual, out, plane);
 }
 
 }  // namespace headrace::VARIANT

@@ -57,9 +57,11 @@ bool has_avx512() {
 // Linux keeps a process's tiles only if the process has asked for that.
 bool has_amx() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  constexpr unsigned kTiles = 1u << 24, kTilesOfBytes = 1u << 25;
+  constexpr unsigned kBrains = 1u << 22, kTiles = 1u << 24, kBytes = 1u << 25, kBrainVectors = 1u << 5;
+  constexpr unsigned kTileForms = kBrains | kTiles | kBytes;
   unsigned a = 0, b = 0, c = 0, d = 0;
-  return has_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & kTiles && d & kTilesOfBytes &&
+  if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTileForms) != kTileForms) return false;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & kBrainVectors &&
          syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif
@@ -91,18 +93,18 @@ T* pointer(int64_t address) {
 }
 
 // Returns 0, or why a sum did not come about.
-uint32_t make(const Call& call, int64_t rows, SharedGroup* group) {
+uint32_t make(const Call& call, int64_t rows, int64_t prompts, SharedGroup* group) {
   const int64_t* a = call.arguments;
   auto out = [&](int64_t address) { return address ? pointer<float>(address) : room_of(group); };
   switch (call.function) {
     case kLinear:
       chosen->linear(
-          pointer<float>(a[0]), rows, pointer<Norm>(a[1]), pointer<Matrix>(a[2]), static_cast<int>(a[3]),
+          pointer<float>(a[0]), rows, prompts, pointer<Norm>(a[1]), pointer<Matrix>(a[2]), static_cast<int>(a[3]),
           pointer<float>(a[4]), out(a[5]));
       return 0;
     case kMlp:
       chosen->mlp(
-          pointer<float>(a[0]), rows, pointer<Norm>(a[1]), pointer<Matrix>(a[2]), pointer<Matrix>(a[3]),
+          pointer<float>(a[0]), rows, prompts, pointer<Norm>(a[1]), pointer<Matrix>(a[2]), pointer<Matrix>(a[3]),
           pointer<float>(a[4]), out(a[5]));
       return 0;
     case kSum:
@@ -141,6 +143,9 @@ const char* headrace_use(const char* wanted) {
 // Pairs of a query and a head that one tile of attention takes at best.
 int headrace_tile_rows() { return chosen->tile_rows; }
 
+// The same in tiles of prompts; 0 where these are computed as all others are.
+int headrace_prompt_tile_rows() { return chosen->prompt_tile_rows; }
+
 void headrace_threads(int count) { set_threads(count); }
 
 // Packs rows of a GGUF tensor, `order[i]` being the row that comes as i-th (-1: a row of zeros), and of each row
@@ -178,15 +183,17 @@ uint64_t headrace_read(const uint64_t* const* addresses, const int64_t* bytes, i
   return all.load();
 }
 
+
 void headrace_linear(
-    const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out) {
-  chosen->linear(x, rows, norm, parts, count, residual, out);
+    const float* x, int64_t rows, int64_t prompts, const Norm* norm, const Matrix* parts, int count, const float* residual,
+    float* out) {
+  chosen->linear(x, rows, prompts, norm, parts, count, residual, out);
 }
 
 void headrace_mlp(
-    const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual,
-    float* out) {
-  chosen->mlp(x, rows, norm, gate_up, down, residual, out);
+    const float* x, int64_t rows, int64_t prompts, const Norm* norm, const Matrix* gate_up, const Matrix* down,
+    const float* residual, float* out) {
+  chosen->mlp(x, rows, prompts, norm, gate_up, down, residual, out);
 }
 
 void headrace_attention(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out) {
@@ -215,10 +222,10 @@ void headrace_threshold(
 }
 
 // Makes recorded calls, one after the other; the sums are those of `group`. Returns 0, or why a sum did not come about.
-uint32_t headrace_run(const Call* calls, int64_t count, int64_t rows, SharedGroup* group) {
+uint32_t headrace_run(const Call* calls, int64_t count, int64_t rows, int64_t prompts, SharedGroup* group) {
   if (uint32_t reason = group ? wait(group) : 0) return reason;
   for (const Call* call = calls; call < calls + count; ++call) {
-    if (uint32_t reason = make(*call, rows, group)) return reason;
+    if (uint32_t reason = make(*call, rows, prompts, group)) return reason;
   }
   return 0;
 }

@@ -6,7 +6,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
 #define HEADRACE_AVX512 1
 #endif
-#if HEADRACE_AVX512 && defined(__AMX_TILE__) && defined(__AMX_INT8__)
+#if HEADRACE_AVX512 && defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__)
 #define HEADRACE_AMX 1
 #endif
 

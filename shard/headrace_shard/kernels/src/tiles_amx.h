@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "tiles_avx512.h"
 
@@ -19,9 +20,10 @@ using Products = int32_t[kAmxRows * kPanel];
 // The shapes of this thread's tiles, and their state, for as long as it lives.
 class AmxTiles {
  public:
-  AmxTiles() {
-    // 0 and 1: products; 2 and 3: activations and weights of int4; 4 and 5: of int8.
-    alignas(64) static constexpr Shapes shapes{1, {64, 64, 32, 64, 64, 64}, {16, 16, 16, 8, 16, 16}};
+  AmxTiles(std::initializer_list<uint16_t> row_bytes, std::initializer_list<uint8_t> rows) {
+    alignas(64) Shapes shapes{1, {}, {}};
+    std::copy(row_bytes.begin(), row_bytes.end(), shapes.row_bytes);
+    std::copy(rows.begin(), rows.end(), shapes.rows);
     asm volatile("ldtilecfg %0" ::"m"(shapes));  // gcc 12 takes its own intrinsic to read the first bytes alone
   }
   ~AmxTiles() { _tile_release(); }
@@ -54,6 +56,7 @@ inline void widen(const uint8_t* w, const int16_t*, uint8_t* out) {
   }
 }
 
+// Tiles 0 and 1: products; 2 and 3: activations and weights of int4; 4 and 5: of int8.
 inline void make_products(const int8_t* a, const uint8_t* wide, Products* out) {
   _tile_zero(0);
   _tile_loadd(2, a, kGroup);

@@ -61,6 +61,7 @@ struct Norm {
 // numbers begin at tables + starts[i].
 struct Tiles {
   int32_t count;
+  int32_t prompts;  // the last so many tiles are for `attend_prompts`, and as tall as Kernels::prompt_tile_rows allows
   int32_t tokens;
   const int32_t* firsts;
   const int32_t* counts;
@@ -81,8 +82,8 @@ struct Heads {
   int64_t block_stride;  // numbers from a block of the cache to the next
 };
 
-// A call of one of the kernels, recorded to be made again with another number of rows: arguments in the kernel's order,
-// the rows left out. An `out` that is null is this rank's part of the sum that follows.
+// A call of one of the kernels, recorded to be made again with other numbers of rows: arguments in the kernel's order, these
+// left out. An `out` that is null is this rank's part of the sum that follows.
 enum Function : int64_t { kLinear = 0, kMlp = 1, kAttention = 2, kSum = 3 };
 struct Call {
   int64_t function;
@@ -92,11 +93,14 @@ struct Call {
 // The kernels of one instruction set.
 struct Kernels {
   int32_t tile_rows;  // pairs of a query and a head that share what attention reads
+  int32_t prompt_tile_rows;  // the same in tiles of prompts; 0: these are not told apart
+  // Of the rows the last `prompts` are those of prompts.
   void (*linear)(
-      const float* x, int64_t rows, const Norm* norm, const Matrix* parts, int count, const float* residual, float* out);
+      const float* x, int64_t rows, int64_t prompts, const Norm* norm, const Matrix* parts, int count,
+      const float* residual, float* out);
   void (*mlp)(
-      const float* x, int64_t rows, const Norm* norm, const Matrix* gate_up, const Matrix* down, const float* residual,
-      float* out);
+      const float* x, int64_t rows, int64_t prompts, const Norm* norm, const Matrix* gate_up, const Matrix* down,
+      const float* residual, float* out);
   void (*pack)(const Values* values, int32_t format, uint8_t* out);
   void (*attention)(float* qkv, const Heads* heads, const Tiles* tiles, void* cache, float* out);
   void (*scan)(const float* logits, int64_t rows, int64_t stride, int64_t columns, int64_t* best, float* log_sums);

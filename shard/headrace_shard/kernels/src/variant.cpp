@@ -1,12 +1,11 @@
 // Compiled once for each instruction set, with VARIANT as its name.
-#include "attention.h"
-#include "gemm.h"
+#include "layers.h"
 #include "pack.h"
 #include "vocabulary.h"
 
 namespace headrace::VARIANT {
 
 extern const Kernels kernels;
-const Kernels kernels{kAttentionRows, linear, mlp, pack, attention, scan, draw, mask, threshold};
+const Kernels kernels{kAttentionRows, kPromptTileRows, linear, mlp, pack, attention, scan, draw, mask, threshold};
 
 }  // namespace headrace::VARIANT
