@@ -124,7 +124,7 @@ void scores_of_blocks(
       if (ahead[b]) prefetch_run(ahead[b] + run * kBlock, kRun * kBlock);
       if (cold) prefetch_run(blocks[b] + (dim + run) * kBlock, kRun * kBlock);
     }
-    UNROLL for (int d = run; d < run + kRun; ++d) {
+    for (int d = run; d < run + kRun; ++d) {
       F16 keys[B];
       UNROLL for (int b = 0; b < B; ++b) keys[b] = load16(blocks[b] + d * kBlock);
       UNROLL for (int r = 0; r < R; ++r) {
@@ -183,24 +183,19 @@ void mix(
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int n = 0; n < N; ++n) c[r][n] = zero16();
   for (int b = 0; b < split.count; ++b) {
     const T* values = split.blocks[b] + kBlock * dim + column;
-    const T* ahead = next && b < next->count ? next->blocks[b] + column : nullptr;
+    const T* ahead = next && column == 0 && b < next->count ? next->blocks[b] : nullptr;
     const float* p = weights + b * kBlock;
     const int count = static_cast<int>(std::min<int64_t>(kBlock, keys - b * kBlock));
-    const auto add_key = [&](int i) {
+    for (int i = 0; i < count; ++i) {
+      if (ahead && cold) prefetch_run(ahead + i * dim, dim);
+      if (ahead) prefetch_run(ahead + (kBlock + i) * dim, dim);
       F16 v[N];
       UNROLL for (int n = 0; n < N; ++n) v[n] = load16(values + i * dim + n * 16);
       UNROLL for (int r = 0; r < R; ++r) {
         const F16 x = all16(p[r * kSplitKeys + i]);
         UNROLL for (int n = 0; n < N; ++n) c[r][n] = fma(x, v[n], c[r][n]);
       }
-    };
-    int i = 0;
-    for (; i + 4 <= count; i += 4) {
-      if (ahead) UNROLL for (int k = i; k < i + 4; ++k) prefetch_run(ahead + (kBlock + k) * dim, N * 16);
-      if (ahead && cold) UNROLL for (int k = i; k < i + 4; ++k) prefetch_run(ahead + k * dim, N * 16);
-      UNROLL for (int k = 0; k < 4; ++k) add_key(i + k);
     }
-    for (; i < count; ++i) add_key(i);
   }
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int n = 0; n < N; ++n) store(out + r * dim + column + n * 16, c[r][n]);

@@ -36,7 +36,9 @@ struct Panels {
 // How many of the panels of `count` matrices a tile takes.
 inline int panels_at_once(const Matrix* parts, int count) {
   const int32_t format = parts[0].format;
-  const bool alike = std::all_of(parts, parts + count, [&](const Matrix& part) { return part.format == format; });
+  const bool alike = std::all_of(parts, parts + count, [&](const Matrix& part) {
+    return part.format == format && part.apart == parts[0].apart && std::equal(part.breaks, part.breaks + 3, parts[0].breaks);
+  });
   return alike && format != kInt8 && format != kInt4 ? kFloatPanels : 1;
 }
 
@@ -262,7 +264,7 @@ inline void multiply(const Activations& a, const Matrix* parts, int count, const
       columns[p] = column + unit * kPanel;
     }
     alignas(64) PanelSums sums[kFloatPanels], other[kFloatPanels];
-    tile(panels, a, row, tall, sums, parts->apart ? other : nullptr);
+    tile(panels, a, row, tall, sums, panels.matrices[0]->apart ? other : nullptr);
     for (int p = 0; p < found.count; ++p) {
       put_tile(
           *panels.matrices[p], panels.numbers[p], tall, sums[p], other[p],

@@ -52,7 +52,7 @@ inline void float_tile(
   for (; k + 4 <= count; k += 4) {
     read_ahead(k);
     if (ahead.column_bytes > 16) UNROLL for (int i = 1; i < 4; ++i) read_ahead(k + i);
-    UNROLL for (int i = 0; i < 4; ++i) add_column(k + i);
+    for (int i = 0; i < 4; ++i) add_column(k + i);
   }
   for (; k < count; ++k) add_column(k);
   UNROLL for (int p = 0; p < P; ++p) {
