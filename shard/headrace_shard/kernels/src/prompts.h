@@ -76,7 +76,7 @@ inline void widen_int4(const uint8_t* w, BrainTile& out) {
   UNROLL for (int p = 0; p < 4; ++p) {
     const __m512i word = _mm512_loadu_si512(w + p * 64);
     UNROLL for (int turn = 0; turn < 4; ++turn) {
-      const __m512i bits = turn == 0 ? word : _mm512_rol_epi32(word, 8 * turn);
+      const __m512i bits = turn == 0 ? word : _mm512_rolv_epi32(word, _mm512_set1_epi32(8 * turn));
       const F16 first = fma(scale12, above_one<12>(bits), least12), second = fma(scale16, above_one<16>(bits), least16);
       _mm512_store_si512(out.values[4 * p + turn], side_by_side(first, second));
     }
