@@ -44,7 +44,7 @@ from headrace_router.text.pool import TextPool
 log = logging.getLogger(__name__)
 
 BACKLOG = 4096
-CONNECT_SECONDS = 60.0
+CONNECT_SECONDS = 180.0  # a shard may have to compile its kernels first
 FLUSH_SECONDS = 2.0  # for last frames, when running requests had to be ended
 
 
