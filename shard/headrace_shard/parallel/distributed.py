@@ -63,7 +63,7 @@ class DistributedGroup:
         return False
 
     def run(self, calls: Callable[[int | None], int]) -> None:
-        raise NotImplementedError("sums of torch.distributed cannot be recorded")
+        raise AssertionError("sums of torch.distributed are not recordable")
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()

@@ -58,7 +58,7 @@ class Group(Protocol):
         """Whether sums of [rows, width] can be among the calls that `run` makes; the same on every rank."""
 
     def run(self, calls: Callable[[int | None], int]) -> None:
-        """Make recorded calls of the CPU kernels, `Library.run` with what it must know of the group."""
+        """Make recorded calls of the CPU kernels, `Library.run` with what it must know of the group; only if `recordable`."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """On rank 0 the parts [rows, n] of all ranks side by side, [rows, world_size n], until the collective after the
@@ -107,7 +107,7 @@ class Alone:
         pass
 
     def receive(self) -> Ints:
-        raise NotImplementedError("there is no other rank")
+        raise AssertionError("a group of one has no rank that receives")
 
     def limit(self, seconds: float) -> float:
         return seconds

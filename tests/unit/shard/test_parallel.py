@@ -59,7 +59,7 @@ class ThreadGroup:
         return False
 
     def run(self, calls: Callable[[int | None], int]) -> None:
-        raise NotImplementedError
+        raise AssertionError("not recordable")
 
     def limit(self, seconds: float) -> float:
         return seconds
