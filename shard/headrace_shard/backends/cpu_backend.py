@@ -208,9 +208,7 @@ class CpuBackend(TorchBackend):
 
     def head(self, x: torch.Tensor, norm: PackedNorm, head: Packed) -> torch.Tensor:  # type: ignore[override]
         rows = x if self._all_wanted else x[self._wanted]
-        if self._group.world_size == 1:
-            return self._linear(rows, norm, head, prompts=0)
-        out = self._buffer("logits", len(rows), head.width)
+        out = self._buffer("logits", len(rows), head.width)  # new memory would cost a page fault every thousand logits
         return self._group.gather(self._linear(rows, norm, head, out=out, prompts=0))
 
     def _linear(

@@ -18,7 +18,7 @@ SOURCES = FOLDER / "src"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Wall")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
-AMX = (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16")
+AMX = (*AVX512, "-mprfchw", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 VARIANTS = {"avx2": AVX2, "avx512": AVX512, "amx": AMX}  # beside the portable one
 
 

@@ -6,10 +6,11 @@
 
 namespace headrace::VARIANT {
 
-// How a product is cut: rows that stay in the cache while panels pass by, the most rows of a tile, and what all tiles but
-// the last are multiples of, if there are so many rows.
+// How a product is cut: rows that stay in the cache while panels pass by, chunks for each thread, so that all end at about
+// the same time though one may be slower, the most rows of a tile, and what all tiles but the last are multiples of, if
+// there are so many rows.
 struct RowTiles {
-  static constexpr int kBlockRows = 96;
+  static constexpr int kBlockRows = 96, kChunks = 8;
 #if HEADRACE_AMX
   static constexpr int kTileRows = kAmxTiles * kAmxRows, kTileStep = kAmxRows;
   const AmxTiles tiles{{64, 64, 32, 64, 64, 64}, {16, 16, 16, 8, 16, 16}};
@@ -195,8 +196,8 @@ template <class Cut, class F>
 void each_tile(int64_t rows, int units, int most, const F& body) {
   constexpr int kBlockRows = Cut::kBlockRows, kTileRows = Cut::kTileRows, kTileStep = Cut::kTileStep;
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
-  // Several chunks a thread, so that all end at about the same time though one may be slower.
-  const int wanted = threads() == 1 ? 1 : static_cast<int>(std::max<int64_t>(1, (8 * threads() + blocks - 1) / blocks));
+  const int64_t share = (Cut::kChunks * threads() + blocks - 1) / blocks;
+  const int wanted = threads() == 1 ? 1 : static_cast<int>(std::max<int64_t>(1, share));
   const int a_chunk = std::max(1, (units + wanted - 1) / wanted);
   const int chunks = (units + a_chunk - 1) / a_chunk;
   auto one = [&](int chunk) {

@@ -14,16 +14,6 @@ constexpr int kQueryTiles = 6;  // of sixteen rows, a query's head each
 constexpr int kQueries = kQueryTiles * kAmxRows;
 constexpr int kDimTiles = kMaxHeadDim / kGroup;
 
-// 2^x for x in [-126, 126], relative error below 3e-6; a polynomial of degree 4 around the nearest whole number.
-inline F16 two_to_any(F16 x) {
-  const F16 whole = nearest(x), f = sub(x, whole);
-  F16 y = fma(all16(0.00957009f), f, all16(0.05591786f));
-  y = fma(y, f, all16(0.24024745f));
-  y = fma(y, f, all16(0.69312181f));
-  y = fma(y, f, all16(0.99999926f));
-  return _mm512_scalef_ps(y, whole);
-}
-
 // What the rows of an item read of one split: keys as [blocks, dim / 32] tiles of 32 dimensions x 16 keys, values as
 // [blocks / 2, dim / 16] tiles of 32 keys x 16 dimensions.
 struct WideSplit {
@@ -97,7 +87,6 @@ inline void all_tiles_of_row(const BrainTile* a, int depth, int count, const W& 
   asm volatile("" ::: "memory");
 }
 
-constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kNothing = -3e38f;  // the largest of no scores
 
 // Scores of a row, of which [begin, end) are seen, to weights 2^(score - largest) in row m of `weights`; 2 kPairs blocks.

@@ -14,7 +14,7 @@
 namespace headrace::VARIANT {
 
 constexpr int kPromptRows = 256;   // of a panel's products at a time: what its weights cost is shared by so many
-constexpr int kPromptGroups = 12;  // of two panels' weights in the nearest cache
+constexpr int kPromptGroups = 9;   // of two panels' weights, twice, in the nearest cache
 constexpr int kPair = 2;           // panels that read the same activations
 
 // A group of sixteen rows of activations, or of sixteen pairs of columns of a panel: what one tile holds.
@@ -98,10 +98,113 @@ inline void widen_int8(const uint8_t* w, BrainTile& out) {
   }
 }
 
-// Adds the products of some groups of columns to `out`, or sets it; N is 1 or 2 tiles of rows.
+// Two panels of a matrix, one below the other; the last panel of an odd number is its own partner.
+struct Pair {
+  const Matrix* matrix;
+  int panel;
+
+  int64_t group_bytes() const { return matrix->format == kInt4 ? kInt4Bytes : kInt8Bytes; }
+  const uint8_t* group(int i, int64_t number) const {
+    const int own = std::min(panel + i, matrix->panel_count() - 1);
+    return matrix->panels + own * matrix->panel_bytes() + number * group_bytes();
+  }
+};
+
+// Some groups of a pair's columns, all of one run.
+struct Slab {
+  Pair pair;
+  int64_t group;
+  int groups;  // 0: there is no such slab
+
+  // Brings a group of one of the panels into the cache.
+  void ask(int panel, int number) const {
+    const uint8_t* at = pair.group(panel, group + number);
+    asm volatile("" : "+r"(at));  // gcc drops calls of a function that does nothing but prefetch
+    for (int64_t line = 0; line < pair.group_bytes(); line += 64) prefetch(at + line);
+  }
+};
+
+// The slabs of some pairs, in the order in which they are multiplied.
+template <class PairOf>
+class Slabs {
+ public:
+  Slabs(const PairOf& pair_of, int first, int last) : pair_of_(pair_of), pair_(first), last_(last) {}
+
+  Slab next() {
+    for (; pair_ < last_; ++pair_, run_ = 0) {
+      const Pair pair = pair_of_(pair_);
+      const Matrix& matrix = *pair.matrix;
+      const int64_t ends[] = {matrix.breaks[0], matrix.breaks[1], matrix.breaks[2], matrix.columns};
+      for (; run_ < 4; ++run_) {
+        const int64_t end = ends[run_] / kGroup;
+        if (group_ >= end) continue;
+        const Slab slab{pair, group_, even_part(end - group_, kPromptGroups)};
+        group_ += slab.groups;
+        return slab;
+      }
+      group_ = 0;
+    }
+    return {{nullptr, 0}, 0, 0};
+  }
+
+ private:
+  const PairOf& pair_of_;
+  int pair_, last_, run_ = 0;
+  int64_t group_ = 0;
+};
+
+// Where two panels' products will be written: two lines in each of some rows, which another core may have.
+struct Landing {
+  const float* at;
+  int64_t stride;
+  int64_t rows;
+
+  void ask() {
+    if (rows == 0) return;
+    prefetch_to_write(at);
+    prefetch_to_write(at + kPanel);
+    at += stride;
+    --rows;
+  }
+};
+
+// Widens one slab, a group at a time, while another is multiplied: vectors and tiles work side by side. Asks for the
+// memory of the one behind it, and of some rows of the result.
+class Widening {
+ public:
+  // In how many steps it should be done.
+  Widening(const Slab& slab, const Slab& behind, int steps, BrainTile (*out)[kPromptGroups], Landing& landing)
+      : slab_(slab), behind_(behind), out_(out), landing_(landing), left_(kPair * slab.groups), share_(left_), steps_(steps) {}
+
+  void step() {
+    landing_.ask();
+    landing_.ask();
+    for (due_ += share_; due_ >= steps_ && left_; due_ -= steps_) one();
+  }
+  void rest() {
+    while (left_) one();
+  }
+
+ private:
+  void one() {
+    const int i = --left_ % kPair, g = left_ / kPair;
+    const uint8_t* w = slab_.pair.group(i, slab_.group + g);
+    if (g < behind_.groups) behind_.ask(i, g);
+    slab_.pair.matrix->format == kInt4 ? widen_int4(w, out_[i][g]) : widen_int8(w, out_[i][g]);
+  }
+
+  Slab slab_, behind_;
+  BrainTile (*out_)[kPromptGroups];
+  Landing& landing_;
+  int left_, share_, steps_, due_ = 0;
+};
+
+// Adds the products of some groups of columns to `out`, or sets it, and widens some of the next weights at each step; N is
+// 1 or 2 tiles of rows.
 template <int N>
 inline void brain_tiles(
-    const BrainTile* a, int64_t stride, const BrainTile (*w)[kPromptGroups], int groups, bool set, float* const* out) {
+    const BrainTile* a, int64_t stride, const BrainTile (*w)[kPromptGroups], int groups, bool set, float* const* out,
+    Widening& next) {
   // Tiles 0 to 3: sums; 4 and 5: activations; 6 and 7: weights.
   if (set) {
     _tile_zero(0);
@@ -111,24 +214,25 @@ inline void brain_tiles(
       _tile_zero(3);
     }
   } else {
-    _tile_loadd(0, out[0], 64);
-    _tile_loadd(1, out[1], 64);
+    _tile_stream_loadd(0, out[0], 64);
+    _tile_stream_loadd(1, out[1], 64);
     if (N > 1) {
-      _tile_loadd(2, out[0] + kAmxRows * kPanel, 64);
-      _tile_loadd(3, out[1] + kAmxRows * kPanel, 64);
+      _tile_stream_loadd(2, out[0] + kAmxRows * kPanel, 64);
+      _tile_stream_loadd(3, out[1] + kAmxRows * kPanel, 64);
     }
   }
   for (int g = 0; g < groups; ++g) {
-    _tile_loadd(4, a + g, 64);
+    _tile_stream_loadd(4, a + g, 64);
     _tile_loadd(6, w[0] + g, 64);
     _tile_loadd(7, w[1] + g, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (N > 1) {
-      _tile_loadd(5, a + stride + g, 64);
+      _tile_stream_loadd(5, a + stride + g, 64);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
+    next.step();
   }
   _tile_stored(0, out[0], 64);
   _tile_stored(1, out[1], 64);
@@ -138,55 +242,76 @@ inline void brain_tiles(
   }
 }
 
-// out [2, tall, 16] of a pair of panels and a run of their columns; the last panel is its own partner. `tall` is a multiple
-// of 16.
-inline void pair_run(
-    const Matrix& matrix, int panel, const Brains& a, int64_t row, int tall, int64_t begin, int64_t count, float* out) {
-  alignas(64) BrainTile wide[kPair][kPromptGroups];
-  const int64_t first = begin / kGroup, last = first + count / kGroup;
-  const int64_t size = matrix.format == kInt4 ? kInt4Bytes : kInt8Bytes;
-  for (int64_t group = first; group < last; group += kPromptGroups) {
-    const int groups = static_cast<int>(std::min<int64_t>(kPromptGroups, last - group));
-    for (int i = 0; i < kPair; ++i) {
-      const int own = std::min(panel + i, matrix.panel_count() - 1);
-      const uint8_t* w = matrix.panels + own * matrix.panel_bytes() + group * size;
-      // What comes next: more columns, or the next pair's first ones.
-      const uint8_t* ahead = group + groups < last ? w + groups * size : w - group * size + kPair * matrix.panel_bytes();
-      for (int g = 0; g < groups; ++g) {
-        for (int64_t line = 0; line < size; line += 64) prefetch(ahead + g * size + line);
-        matrix.format == kInt4 ? widen_int4(w + g * size, wide[i][g]) : widen_int8(w + g * size, wide[i][g]);
-      }
+// Multiplies the slabs of some pairs of panels, one after the other.
+template <class PairOf>
+class Multiplier {
+ public:
+  // The pairs first .. last - 1 will be asked for in their order.
+  Multiplier(const PairOf& pair_of, int first, int last) : slabs_(pair_of, first, last), next_(slabs_.next()) {
+    for (int g = 0; g < next_.groups; ++g) {
+      for (int i = 0; i < kPair; ++i) next_.ask(i, g);
     }
-    asm volatile("" ::: "memory");  // gcc's intrinsics do not say that a tile is loaded from memory
-    for (int i = 0; i < tall; i += 2 * kAmxRows) {
-      const BrainTile* at = a.at(row + i) + group;
-      float* const to[] = {out + i * kPanel, out + (tall + i) * kPanel};
-      if (i + kAmxRows < tall) {
-        brain_tiles<2>(at, a.groups, wide, groups, group == first, to);
-      } else {
-        brain_tiles<1>(at, a.groups, wide, groups, group == first, to);
-      }
-    }
-    asm volatile("" ::: "memory");  // nor that one is stored
+    widening(1).rest();
   }
-}
 
-// out [2, tall, 16] of a pair of panels, their bias added; the second half goes to `other` if it is wanted apart.
-inline void pair_tile(
-    const Matrix& matrix, int panel, const Brains& a, int64_t row, int tall, float* out, float* other = nullptr) {
+  Landing landing{nullptr, 0, 0};  // of what is multiplied next
+
+  // out [2, tall, 16] of a run of the pair's columns. `tall` is a multiple of 16.
+  void run(const Brains& a, int64_t row, int tall, int64_t begin, int64_t count, float* out) {
+    const int64_t first = begin / kGroup, last = first + count / kGroup;
+    for (int64_t group = first; group < last;) {
+      const int groups = even_part(last - group, kPromptGroups);
+      const BrainTile (*wide)[kPromptGroups] = wide_[turn_];
+      turn_ = 1 - turn_;
+      Widening next = widening((tall + 2 * kAmxRows - 1) / (2 * kAmxRows) * groups);
+      asm volatile("" ::: "memory");  // gcc's intrinsics do not say that a tile is loaded from memory
+      for (int i = 0; i < tall; i += 2 * kAmxRows) {
+        const BrainTile* at = a.at(row + i) + group;
+        float* const to[] = {out + i * kPanel, out + (tall + i) * kPanel};
+        if (i + kAmxRows < tall) {
+          brain_tiles<2>(at, a.groups, wide, groups, group == first, to, next);
+        } else {
+          brain_tiles<1>(at, a.groups, wide, groups, group == first, to, next);
+        }
+      }
+      next.rest();
+      asm volatile("" ::: "memory");  // nor that one is stored
+      group += groups;
+    }
+  }
+
+ private:
+  Widening widening(int steps) {
+    const Slab slab = next_;
+    next_ = slabs_.next();
+    return Widening(slab, next_, steps, wide_[turn_], landing);
+  }
+
+  Slabs<PairOf> slabs_;
+  Slab next_;
+  int turn_ = 0;
+  alignas(64) BrainTile wide_[2][kPair][kPromptGroups];
+};
+
+// out [2, tall, 16] of the next pair of panels, their bias added; the second half goes to `other` if it is wanted apart.
+template <class PairOf>
+void pair_tile(
+    Multiplier<PairOf>& multiplier, const Pair& pair, const Brains& a, int64_t row, int tall, float* out,
+    float* other = nullptr) {
+  const Matrix& matrix = *pair.matrix;
   in_runs<kPair * kPromptRows * kPanel>(
       matrix, out, other,
-      [&](int64_t begin, int64_t count, float* to) { pair_run(matrix, panel, a, row, tall, begin, count, to); },
+      [&](int64_t begin, int64_t count, float* to) { multiplier.run(a, row, tall, begin, count, to); },
       [&](float* to) {
-        for (int i = 0; i < std::min(kPair, matrix.panel_count() - panel); ++i) {
-          add_bias(matrix, panel + i, tall, to + i * tall * kPanel);
+        for (int i = 0; i < std::min(kPair, matrix.panel_count() - pair.panel); ++i) {
+          add_bias(matrix, pair.panel + i, tall, to + i * tall * kPanel);
         }
       },
       [&](const float* from, float* to) { add_to(kPair * tall * kPanel, from, to); });
 }
 
 struct PromptTiles {
-  static constexpr int kBlockRows = kPromptRows, kTileRows = kPromptRows, kTileStep = kAmxRows;
+  static constexpr int kBlockRows = kPromptRows, kChunks = 4, kTileRows = kPromptRows, kTileStep = kAmxRows;
   const AmxTiles tiles{{64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 };
 
@@ -202,15 +327,33 @@ inline void make_room(int64_t rows, int64_t columns, Brains& made) {
 inline void prepare(const float* x, int64_t rows, const Norm* norm, int64_t columns, Brains& made) {
   make_room(rows, columns, made);
   parallel(static_cast<int>((rows + kAmxRows - 1) / kAmxRows), [&](int tile) {
-    std::vector<float> normed(norm ? columns : 0);
-    for (int64_t i = tile * int64_t{kAmxRows}; i < std::min(rows, (tile + int64_t{1}) * kAmxRows); ++i) {
-      const float* row = x + i * columns;
-      if (norm) norm_row(row, *norm, columns, normed.data());
-      for (int64_t g = 0; g < made.groups; ++g) {
-        put_brains((norm ? normed.data() : row) + g * kGroup, made.at(i)[g].values[i % kAmxRows]);
-      }
+    const int64_t first = tile * int64_t{kAmxRows}, count = std::min<int64_t>(kAmxRows, rows - first);
+    const float* from = x + first * columns;
+    std::vector<float> normed(norm ? count * columns : 0);
+    for (int64_t i = 0; norm && i < count; ++i) norm_row(from + i * columns, *norm, columns, normed.data() + i * columns);
+    if (norm) from = normed.data();
+    for (int64_t g = 0; g < made.groups; ++g) {  // a tile after the other: memory is written from end to end
+      for (int64_t i = 0; i < count; ++i) put_brains(from + i * columns + g * kGroup, made.at(first)[g].values[i]);
     }
   });
+}
+
+constexpr float kLog2e = 1.44269504088896341f;
+
+// 2^x for x in [-126, 126], relative error below 3e-6; a polynomial of degree 4 around the nearest whole number.
+inline F16 two_to_any(F16 x) {
+  const F16 whole = nearest(x), f = sub(x, whole);
+  F16 y = fma(all16(0.00957009f), f, all16(0.05591786f));
+  y = fma(y, f, all16(0.24024745f));
+  y = fma(y, f, all16(0.69312181f));
+  y = fma(y, f, all16(0.99999926f));
+  return _mm512_scalef_ps(y, whole);
+}
+
+// x / (1 + 2^(-x log2 e)) with a relative error of some 2^-13: it is rounded to bfloat16 soon.
+inline F16 nearly_silu(F16 x) {
+  const F16 exponent = min(all16(126), max(all16(-126), mul(x, all16(-kLog2e))));  // the constant first: a NaN goes through
+  return mul(x, _mm512_rcp14_ps(add(all16(1), two_to_any(exponent))));
 }
 
 // As `multiply` of gemm.h.
@@ -222,21 +365,29 @@ inline void multiply(
     units += (parts[i].panel_count() + 1) / kPair;
     stride += parts[i].rows;
   }
-  each_tile<PromptTiles>(rows, units, 1, [&](Units found, int64_t row, int tall) {
-    int unit = found.first;
+  const auto pair_of = [&](int unit) {
     const Matrix* matrix = parts;
-    int64_t column = 0;
-    for (; unit >= (matrix->panel_count() + 1) / kPair; ++matrix) {
-      unit -= (matrix->panel_count() + 1) / kPair;
-      column += matrix->rows;
-    }
+    for (; unit >= (matrix->panel_count() + 1) / kPair; ++matrix) unit -= (matrix->panel_count() + 1) / kPair;
+    return Pair{matrix, kPair * unit};
+  };
+  each_tile<PromptTiles>(rows, units, units, [&](Units found, int64_t row, int tall) {
+    Multiplier multiplier(pair_of, found.first, found.first + found.count);
     alignas(64) float y[kPair * kPromptRows * kPanel], other[kPair * kPromptRows * kPanel];
     const int whole = whole_tiles(tall);
-    pair_tile(*matrix, kPair * unit, a, row, whole, y, matrix->apart ? other : nullptr);
-    for (int i = 0; i < std::min(kPair, matrix->panel_count() - kPair * unit); ++i) {
-      const int panel = kPair * unit + i, at = i * whole * kPanel;
-      const Target to{residual, out, plane, stride, row * stride + column + panel * kPanel};
-      put_tile(*matrix, panel, tall, y + at, other + at, to);
+    for (int unit = found.first; unit < found.first + found.count; ++unit) {
+      const Pair pair = pair_of(unit);
+      int64_t column = 0;
+      for (const Matrix* part = parts; part < pair.matrix; ++part) column += part->rows;
+      multiplier.landing = {out + row * stride + column + pair.panel * kPanel, stride, tall};
+      pair_tile(multiplier, pair, a, row, whole, y, pair.matrix->apart ? other : nullptr);
+      const int panels = std::min(kPair, pair.matrix->panel_count() - pair.panel);
+      for (int begin = 0; begin < tall; begin += kAmxRows) {  // the panels' columns are neighbours in a row
+        for (int i = 0; i < panels; ++i) {
+          const int panel = pair.panel + i, at = (i * whole + begin) * kPanel;
+          const Target to{residual, out, plane, stride, (row + begin) * stride + column + panel * kPanel};
+          put_tile(*pair.matrix, panel, std::min(kAmxRows, tall - begin), y + at, other + at, to);
+        }
+      }
     }
   });
 }
@@ -261,18 +412,22 @@ inline void mlp_of_prompts(
   Brains &a = made, &b = between;
   prepare(x, rows, norm, gate_up[0].columns, a);
   make_room(rows, down->columns, b);
-  each_tile<PromptTiles>(rows, static_cast<int>(b.groups), 1, [&](Units found, int64_t row, int tall) {
-    const int unit = found.first;
+  const int units = static_cast<int>(b.groups);
+  const auto pair_of = [&](int i) { return Pair{gate_up + i % 2, kPair * (i / 2)}; };
+  each_tile<PromptTiles>(rows, units, units, [&](Units found, int64_t row, int tall) {
+    Multiplier multiplier(pair_of, 2 * found.first, 2 * (found.first + found.count));
     alignas(64) float gate[kPair * kPromptRows * kPanel], up[kPair * kPromptRows * kPanel], inner[kGroup];
     const int whole = whole_tiles(tall);
-    pair_tile(gate_up[0], kPair * unit, a, row, whole, gate);
-    pair_tile(gate_up[1], kPair * unit, a, row, whole, up);
-    for (int i = 0; i < tall; ++i) {
-      UNROLL for (int half = 0; half < kPair; ++half) {
-        const int at = (half * whole + i) * kPanel;
-        store(inner + half * kPanel, mul(silu(load16(gate + at)), load16(up + at)));
+    for (int unit = found.first; unit < found.first + found.count; ++unit) {
+      pair_tile(multiplier, pair_of(2 * unit), a, row, whole, gate);
+      pair_tile(multiplier, pair_of(2 * unit + 1), a, row, whole, up);
+      for (int i = 0; i < tall; ++i) {
+        UNROLL for (int half = 0; half < kPair; ++half) {
+          const int at = (half * whole + i) * kPanel;
+          store(inner + half * kPanel, mul(nearly_silu(load16(gate + at)), load16(up + at)));
+        }
+        put_brains(inner, b.at(row + i)[unit].values[(row + i) % kAmxRows]);
       }
-      put_brains(inner, b.at(row + i)[unit].values[(row + i) % kAmxRows]);
     }
   });
   multiply(b, rows, down, 1, residual, out, plane);
