@@ -56,7 +56,7 @@ class Runner(Protocol):
     heartbeat: float | None
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits [logit rows, vocab], float32.
+        """Logits [logit rows, vocab], float32, until the next step.
 
         Raises:
             GroupBroken: another rank is gone; there will be no further step.

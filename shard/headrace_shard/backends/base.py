@@ -95,4 +95,7 @@ class Backend(Protocol):
         """x plus down(silu(gate) up) of the normed x; may be written into x."""
 
     def head(self, x: torch.Tensor, norm: Any, head: Any) -> torch.Tensor:
-        """Logits of the rows that the step wants: [logit rows, padded vocab], float32; on rank 0 alone they are whole."""
+        """Logits of the rows that the step wants: [logit rows, padded vocab], float32; on rank 0 alone they are whole.
+
+        Their memory may be that of the next step's.
+        """

@@ -21,6 +21,7 @@ from headrace_shard.kernels import library as kernels
 from headrace_shard.kernels.library import Library
 from headrace_shard.kernels.recording import Call, Recording
 from headrace_shard.kv.blocks import BLOCK_SIZE
+from headrace_shard.kv.pages import PagesAhead
 from headrace_shard.parallel.group import BOTH_HALVES, Group
 from headrace_shard.parallel.partition import Runs
 from headrace_shard.sampling.passes import Passes
@@ -128,7 +129,7 @@ class CpuBackend(TorchBackend):
         # of one layer, and takes as long to find as to read.
         size = (blocks + 1, layers, shape.kv_heads, 2 * BLOCK_SIZE * shape.head_dim)
         cache = self._zeros(size, self.kv_dtype(shape), LARGE_PAGES)
-        self._cache = list(cache.unbind(1))
+        self._cache, self._pages = list(cache.unbind(1)), PagesAhead(cache)
         self._heads.clear()
         self._layers = None
         shared = shape.heads // shape.kv_heads
@@ -141,6 +142,7 @@ class CpuBackend(TorchBackend):
         if not self._covers_attention:
             super().begin(step, inverse_frequencies)
             return
+        self._pages.reach(int(step.slots.max()) // BLOCK_SIZE)
         self._ids = torch.from_numpy(step.token_ids)
         self._wanted = torch.from_numpy(step.logit_rows)
         self._all_wanted = len(step.logit_rows) == len(step.token_ids)

@@ -36,7 +36,7 @@ class Model(ABC):
 
     @abstractmethod
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits of the rows that the step wants: [logit rows, vocab], float32. Writes the step's K and V.
+        """Logits of the rows that the step wants: [logit rows, vocab], float32, until the next step. Writes the step's K and V.
 
         Every rank runs the same steps in the same order; the logits are whole on rank 0 alone.
         """

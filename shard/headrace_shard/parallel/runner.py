@@ -26,7 +26,7 @@ class Leader:
         self.heartbeat = self.IDLE_SECONDS if group.world_size > 1 else None
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits [logit rows, vocab], float32.
+        """Logits [logit rows, vocab], float32, until the next step.
 
         Raises:
             GroupBroken: a rank did not do its part. With several ranks every failure is one: they are out of step.

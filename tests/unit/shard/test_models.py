@@ -78,7 +78,7 @@ def logits_of(folder: Path, sequences: list[list[int]], chunk: int, backend: Any
             left = {s: int(rows.known[s] - rows.computed[s]) for s in slots}
             decode = np.array([s for s in slots if left[s] == 1], dtype=np.int64)
             plan = build(rows, decode, [(s, min(chunk, left[s] - 1)) for s in slots if left[s] > 1], {})
-            logits, at = model.forward(plan.input), 0
+            logits, at = model.forward(plan.input).clone(), 0
             for slot, count in zip(plan.slots.tolist(), plan.counts.tolist(), strict=True):
                 out[slot].append(logits[at : at + count])
                 at += count

@@ -10,7 +10,7 @@
 
 namespace headrace::VARIANT {
 
-constexpr int kQueryTiles = 6;  // of sixteen rows, a query's head each
+constexpr int kQueryTiles = 12;  // of sixteen rows, a query's head each
 constexpr int kQueries = kQueryTiles * kAmxRows;
 constexpr int kDimTiles = kMaxHeadDim / kGroup;
 
@@ -50,47 +50,58 @@ inline void widen(const Split<uint16_t>& split, int64_t count, int dim, WideSpli
   }
 }
 
-// out (16 rows, `stride` floats apart) of N tiles side by side: a [depth] times w(depth, tile).
-template <int N, class W>
-inline void tiles_of_row(const BrainTile* a, int depth, const W& w, float* out, int64_t stride) {
-  static_assert(N == 1 || N == 2 || N == 4);
-  _tile_zero(0);
-  if (N > 1) _tile_zero(1);
-  if (N > 2) _tile_zero(2);
-  if (N > 2) _tile_zero(3);
-  for (int d = 0; d < depth; ++d) {
-    _tile_loadd(4, a + d, 64);
-    _tile_loadd(5, w(d, 0), 64);
-    if (N > 1) _tile_loadd(6, w(d, 1), 64);
-    if (N > 2) _tile_loadd(7, w(d, 2), 64);
-    _tile_dpbf16ps(0, 4, 5);
-    if (N > 2) _tile_loadd(5, w(d, 3), 64);
-    if (N > 1) _tile_dpbf16ps(1, 4, 6);
-    if (N > 2) _tile_dpbf16ps(2, 4, 7);
-    if (N > 2) _tile_dpbf16ps(3, 4, 5);
-  }
-  _tile_stored(0, out, sizeof(float) * stride);
-  if (N > 1) _tile_stored(1, out + 16, sizeof(float) * stride);
-  if (N > 2) _tile_stored(2, out + 32, sizeof(float) * stride);
-  if (N > 2) _tile_stored(3, out + 48, sizeof(float) * stride);
-}
+// out (16 rows, `stride` floats apart): products of a tile of rows and a row of tiles, two of these at a step. What is behind
+// an odd last one is computed too.
+class TileRow {
+ public:
+  TileRow() = default;
+  // a [depth]; w [depth, tiles], `down` and `across` apart.
+  TileRow(const BrainTile* a, int depth, const BrainTile* w, int64_t down, int64_t across, int tiles, float* out, int64_t stride)
+      : a_(a), w_(w), depth_(depth), left_(tiles), down_(down), across_(across), stride_(stride), out_(out) {}
 
-// out [16, `stride`] of `count` such tiles.
-template <class W>
-inline void all_tiles_of_row(const BrainTile* a, int depth, int count, const W& w, float* out, int64_t stride) {
-  asm volatile("" ::: "memory");  // gcc's intrinsics do not say that a tile is loaded from memory, nor that one is stored
-  int at = 0;
-  auto rest = [&](int d, int i) { return w(d, at + i); };
-  for (; at + 4 <= count; at += 4) tiles_of_row<4>(a, depth, rest, out + at * 16, stride);
-  for (; at + 2 <= count; at += 2) tiles_of_row<2>(a, depth, rest, out + at * 16, stride);
-  if (at < count) tiles_of_row<1>(a, depth, rest, out + at * 16, stride);
-  asm volatile("" ::: "memory");
-}
+  bool step() {
+    if (left_ <= 0) return false;
+    asm volatile("" ::: "memory");  // gcc's intrinsics do not say that a tile is loaded from memory, nor that one is stored
+    _tile_zero(0);
+    _tile_zero(1);
+    const BrainTile* w = w_;
+    for (int d = 0; d < depth_; ++d, w += down_) {
+      _tile_loadd(4, a_ + d, 64);
+      _tile_loadd(5, w, 64);
+      _tile_loadd(6, w + across_, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    _tile_stored(0, out_, sizeof(float) * stride_);
+    _tile_stored(1, out_ + 16, sizeof(float) * stride_);
+    asm volatile("" ::: "memory");
+    left_ -= 2;
+    w_ += 2 * across_;
+    out_ += 2 * 16;
+    return true;
+  }
+
+ private:
+  const BrainTile *a_, *w_;
+  int depth_, left_ = 0;
+  int64_t down_, across_, stride_;
+  float* out_;
+};
 
 constexpr float kNothing = -3e38f;  // the largest of no scores
 
+// 2^x for x from -126 on, relative error below 8e-5, for weights that are rounded to bfloat16; exact for whole numbers but
+// for the same error in all of them.
+inline F16 weight_of(F16 x) {
+  const F16 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // what is above the whole number below
+  F16 y = fma(all16(0.07802428f), f, all16(0.22606727f));
+  y = fma(y, f, all16(0.69583363f));
+  y = fma(y, f, all16(0.99992519f));
+  return _mm512_scalef_ps(y, x);
+}
+
 // Scores of a row, of which [begin, end) are seen, to weights 2^(score - largest) in row m of `weights`; 2 kPairs blocks.
-template <int kPairs>
+template <int kPairs, bool all_seen>
 inline void weigh_row(const float* scores, int begin, int end, int m, BrainTile* weights, float& most, float& weight) {
   F16 e[2 * kPairs];
   __mmask16 seen[2 * kPairs];
@@ -99,16 +110,21 @@ inline void weigh_row(const float* scores, int begin, int end, int m, BrainTile*
   __m512i place = _mm512_sub_epi32(lanes, _mm512_set1_epi32(begin));
   F16 top = all16(kNothing);
   UNROLL for (int b = 0; b < 2 * kPairs; ++b) {
+    e[b] = load16(scores + b * kBlock);
+    if constexpr (all_seen) {
+      top = max(top, e[b]);
+      continue;
+    }
     seen[b] = _mm512_cmplt_epu32_mask(place, count);
     place = _mm512_add_epi32(place, _mm512_set1_epi32(kBlock));
-    e[b] = load16(scores + b * kBlock);
     top = _mm512_mask_max_ps(top, seen[b], top, e[b]);
   }
   most = _mm512_reduce_max_ps(top);
   const F16 least = all16(-126), base = all16(-most * kLog2e);
   F16 total = zero16();
   UNROLL for (int b = 0; b < 2 * kPairs; ++b) {
-    e[b] = _mm512_maskz_mov_ps(seen[b], two_to_any(max(least, fma(e[b], all16(kLog2e), base))));
+    e[b] = weight_of(max(least, fma(e[b], all16(kLog2e), base)));
+    if constexpr (!all_seen) e[b] = _mm512_maskz_mov_ps(seen[b], e[b]);
     total = add(total, e[b]);
   }
   UNROLL for (int p = 0; p < kPairs; ++p) {
@@ -117,15 +133,34 @@ inline void weigh_row(const float* scores, int begin, int end, int m, BrainTile*
   weight = _mm512_reduce_add_ps(total);
 }
 
-template <int kPairs = kSplitBlocks / 2>
-inline void weigh_rows(
-    const float* scores, int pairs, const int* begins, const int* ends, int rows, BrainTile* weights, float* most,
-    float* weight) {
+// What is known of a tile of rows and one split. `scores` to `mixed` are made by turns.
+struct RowTile {
+  int count;  // rows
+  int pairs;  // of blocks of which some is seen
+  bool all_seen;
+  int begins[kAmxRows], ends[kAmxRows];
+  alignas(64) float scores[kAmxRows * kSplitKeys];
+  alignas(64) BrainTile weights[kSplitBlocks / 2];
+  alignas(64) float most[kAmxRows], weight[kAmxRows];
+  alignas(64) float mixed[kAmxRows * kMaxHeadDim];
+};
+
+// Scores to weights; between the rows step() does some of what the tiles have to do for others.
+template <int kPairs = kSplitBlocks / 2, class Step>
+inline void weigh_rows(RowTile& tile, const Step& step) {
   if constexpr (kPairs > 1) {
-    if (pairs < kPairs) return weigh_rows<kPairs - 1>(scores, pairs, begins, ends, rows, weights, most, weight);
+    if (tile.pairs < kPairs) return weigh_rows<kPairs - 1>(tile, step);
   }
-  for (int m = 0; m < rows; ++m) {
-    weigh_row<kPairs>(scores + m * kSplitKeys, begins[m], ends[m], m, weights, most[m], weight[m]);
+  std::fill_n(tile.most, kAmxRows, kNothing);
+  std::fill_n(tile.weight, kAmxRows, 0.0f);
+  for (int m = 0; m < tile.count; ++m) {
+    const float* scores = tile.scores + m * kSplitKeys;
+    if (tile.all_seen) {
+      weigh_row<kPairs, true>(scores, tile.begins[m], tile.ends[m], m, tile.weights, tile.most[m], tile.weight[m]);
+    } else {
+      weigh_row<kPairs, false>(scores, tile.begins[m], tile.ends[m], m, tile.weights, tile.most[m], tile.weight[m]);
+    }
+    if (m % 2 == 1) step();
   }
 }
 
@@ -150,15 +185,19 @@ inline void fold_rows(
   }
 }
 
-// One tile's queries against one KV head.
+// One tile's queries against one KV head. Vectors weigh one tile of rows while the tiles score the next and mix the last.
 inline void attend_prompt(
     const float* qkv, const Heads& h, const Tiles& t, int tile, int kv, Cache<uint16_t> cache, float* out) {
-  static thread_local WideSplit split;
-  static thread_local std::vector<float> values;
+  static thread_local WideSplit split_of_thread;
+  static thread_local std::vector<float> values_of_thread;
+  static thread_local RowTile tiles_of_thread[3];
+  WideSplit& split = split_of_thread;
+  RowTile* const row_tiles = tiles_of_thread;
   cache.keys += kv * cache.head_stride;
   const int dim = h.head_dim, shared = h.heads / h.kv_heads, rows = t.counts[tile] * shared;
   const int64_t stride = int64_t{h.heads + 2 * h.kv_heads} * dim, first = t.firsts[tile];
-  values.assign(kQueries * dim, 0.0f);
+  values_of_thread.assign(kQueries * dim, 0.0f);
+  float* const values = values_of_thread.data();
   alignas(64) BrainTile queries[kQueryTiles * kDimTiles];
   alignas(64) float most[kQueries], weight[kQueries] = {};
   int64_t begins[kQueries], ends[kQueries];
@@ -177,29 +216,49 @@ inline void attend_prompt(
   for (int64_t s = begins[0] / kSplitKeys; s * kSplitKeys < end; ++s) {
     const int64_t base = s * kSplitKeys;
     widen(split_of(cache, t.tables + t.starts[tile], s, end), end - base, dim, split);
-    for (int from = 0; from < rows; from += kAmxRows) {
-      alignas(64) float scores[kAmxRows * kSplitKeys], mixed[kAmxRows * kMaxHeadDim];
-      alignas(64) BrainTile weights[kSplitBlocks / 2];
-      alignas(64) float next_most[kAmxRows], next_weight[kAmxRows] = {};
-      int seen_from[kAmxRows], seen_to[kAmxRows];
-      const int count = std::min(kAmxRows, rows - from);
-      for (int m = 0; m < count; ++m) {
-        seen_to[m] = static_cast<int>(std::clamp<int64_t>(ends[from + m] - base, 0, kSplitKeys));
-        seen_from[m] = static_cast<int>(std::clamp<int64_t>(begins[from + m] - base, 0, seen_to[m]));
+    int from = 0;  // later rows see more: those from here on see some of the split
+    while (from < rows && ends[std::min(rows, from + kAmxRows) - 1] <= base) from += kAmxRows;
+    const auto scoring = [&](int row) {
+      RowTile& made = row_tiles[row / kAmxRows % 3];
+      made.count = std::min(kAmxRows, rows - row);
+      made.all_seen = true;
+      for (int m = 0; m < made.count; ++m) {
+        made.ends[m] = static_cast<int>(std::clamp<int64_t>(ends[row + m] - base, 0, kSplitKeys));
+        made.begins[m] = static_cast<int>(std::clamp<int64_t>(begins[row + m] - base, 0, made.ends[m]));
+        made.all_seen &= made.begins[m] == 0 && made.ends[m] == kSplitKeys;
       }
-      const int blocks = (seen_to[count - 1] + kBlock - 1) / kBlock, pairs = (blocks + 1) / 2;
-      if (blocks == 0) continue;
-      auto keys = [&](int d, int b) { return split.keys + b * (dim / kGroup) + d; };
-      all_tiles_of_row(queries + from / kAmxRows * (dim / kGroup), dim / kGroup, blocks, keys, scores, kSplitKeys);
-      std::fill_n(next_most, kAmxRows, kNothing);
-      weigh_rows(scores, pairs, seen_from, seen_to, count, weights, next_most, next_weight);
-      auto values_of = [&](int p, int column) { return split.values + p * (dim / 16) + column; };
-      all_tiles_of_row(weights, pairs, dim / 16, values_of, mixed, dim);
-      fold_rows(most + from, weight + from, &values[from * dim], next_most, next_weight, mixed, count, dim);
+      const int blocks = (made.ends[made.count - 1] + kBlock - 1) / kBlock;
+      made.pairs = (blocks + 1) / 2;
+      const int depth = dim / kGroup;
+      return TileRow(queries + row / kAmxRows * depth, depth, split.keys, 1, depth, blocks, made.scores, kSplitKeys);
+    };
+    const auto mixing = [&](int row) {
+      RowTile& weighed = row_tiles[row / kAmxRows % 3];
+      return TileRow(weighed.weights, weighed.pairs, split.values, dim / 16, 1, dim / 16, weighed.mixed, dim);
+    };
+    const auto fold_tile = [&](int row) {
+      const RowTile& mixed = row_tiles[row / kAmxRows % 3];
+      fold_rows(most + row, weight + row, values + row * dim, mixed.most, mixed.weight, mixed.mixed, mixed.count, dim);
+    };
+    TileRow scored = scoring(from);
+    while (scored.step()) {
     }
+    for (int row = from; row < rows; row += kAmxRows) {
+      const int next = row + kAmxRows, last = row - kAmxRows;
+      TileRow ahead = next < rows ? scoring(next) : TileRow(), behind = last >= from ? mixing(last) : TileRow();
+      weigh_rows(row_tiles[row / kAmxRows % 3], [&] { ahead.step() || behind.step(); });
+      while (ahead.step() || behind.step()) {
+      }
+      if (last >= from) fold_tile(last);
+    }
+    const int last = (rows - 1) / kAmxRows * kAmxRows;
+    TileRow mixed = mixing(last);
+    while (mixed.step()) {
+    }
+    fold_tile(last);
   }
   for (int r = 0; r < rows; ++r) {
-    finish(&values[r * dim], weight[r], dim, out + ((first + r / shared) * h.heads + kv * shared + r % shared) * dim);
+    finish(values + r * dim, weight[r], dim, out + ((first + r / shared) * h.heads + kv * shared + r % shared) * dim);
   }
 }
 
