@@ -1,5 +1,6 @@
-// The process's worker threads. Work is cut into chunks that whoever is free takes: a thread that lost its core to
-// another process holds up at most the one chunk it is in, and one that has not woken up yet holds up nobody.
+// The process's worker threads. Work is cut into chunks. Each thread has its share of them, side by side in memory, and takes
+// from those of others when it is through: a thread that lost its core to another process holds up at most the one chunk it
+// is in, and one that has not woken up yet holds up nobody.
 #pragma once
 
 namespace headrace {
