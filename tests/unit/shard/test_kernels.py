@@ -232,7 +232,7 @@ def wider() -> Iterator[Library]:
     return map(Library, found)
 
 
-@pytest.mark.parametrize("rows", [1, 12, 13, 47, 150])
+@pytest.mark.parametrize("rows", [1, 12, 13, 47, 100, 109, 150])
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_every_instruction_set_multiplies_to_the_bits_of_avx2(kind: str, rows: int) -> None:
     """In a product, and in the activated ones of an MLP."""

@@ -10,10 +10,10 @@ namespace headrace::VARIANT {
 // the same time though one may be slower, the most rows of a tile, and what all tiles but the last are multiples of, if
 // there are so many rows.
 struct RowTiles {
-  static constexpr int kBlockRows = 96, kChunks = 8;
+  static constexpr int kBlockRows = kRowBlock, kChunks = 8;
 #if HEADRACE_AMX
   static constexpr int kTileRows = kAmxTiles * kAmxRows, kTileStep = kAmxRows;
-  const AmxTiles tiles{{64, 64, 32, 64, 64, 64}, {16, 16, 16, 8, 16, 16}};
+  const AmxTiles tiles{{64, 64, 32, 64, 32}, {16, 16, 16, 8, 16}};
 #else
   static constexpr int kTileRows = kFloatPanels * kSums, kTileStep = 1;
 #endif
@@ -113,7 +113,7 @@ inline void run_tile(
   const int panel = panels.numbers[0];
   if (matrix.format != kInt4 && matrix.format != kInt8) return run_floats(panels, a, row, rows, begin, count, out);
 #if HEADRACE_AMX
-  if (rows > kSums) {
+  if (rows > kSums) {  // as in_tiles has it: no tile of a block with more rows than that has fewer
     const uint8_t* w = matrix.panels + panel * matrix.panel_bytes() + matrix.panel_bytes() * begin / matrix.columns;
     const int64_t at = begin / kGroup * a.rows + row;
     if (matrix.format == kInt4) {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "pool.h"
-#include "simd.h"
+#include "simd16.h"
 #include "types.h"
 
 namespace headrace::VARIANT {
@@ -27,6 +27,16 @@ struct Activations {
 };
 
 constexpr int64_t kSpareRows = 16;  // behind the last one: AMX reads whole tiles
+constexpr int64_t kRowBlock = 96;  // rows that stay in the cache while panels pass by
+
+// Whether AMX multiplies a row of integers.
+inline bool in_tiles(int64_t row, int64_t rows) {
+#if HEADRACE_AMX
+  return std::min(kRowBlock, rows - row / kRowBlock * kRowBlock) > kSums;
+#else
+  return false;
+#endif
+}
 
 // Below this a group is zero: its reciprocal would not be finite.
 constexpr float kTiny = 1e-30f;
@@ -63,11 +73,20 @@ inline void round_group(const float* x, float scale, int32_t* out) {
 #endif
 }
 
-inline void round_to_words(const float* x, int16_t* out, float* scale) {
+// `apart`: all lower bytes, and behind them all upper ones.
+inline void round_to_words(const float* x, bool apart, int16_t* out, float* scale) {
   int32_t whole[kGroup];
   const float most = group_largest(x);
   round_group(x, most > kTiny ? 32767.0f / most : 0.0f, whole);
-  for (int i = 0; i < kGroup; ++i) out[i] = static_cast<int16_t>(whole[i]);
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(out);
+  for (int i = 0; i < kGroup; ++i) {
+    if (apart) {
+      bytes[i] = static_cast<uint8_t>(whole[i]);
+      bytes[kGroup + i] = static_cast<uint8_t>(whole[i] >> 8);
+    } else {
+      out[i] = static_cast<int16_t>(whole[i]);
+    }
+  }
   *scale = most / 32767.0f;
 }
 
@@ -110,7 +129,9 @@ inline void make_room(int64_t rows, const Matrix* parts, int count, Activations&
 // Writes a group of a row, 32 values, in the forms that are wanted.
 inline void put_group(const float* x, int64_t group, int64_t row, Activations& made) {
   const int64_t at = group * made.rows + row;
-  if (made.in_words) round_to_words(x, made.words.data() + at * kGroup, made.word_scales.data() + at);
+  if (made.in_words) {
+    round_to_words(x, in_tiles(row, made.rows), made.words.data() + at * kGroup, made.word_scales.data() + at);
+  }
   if (made.in_bytes) {
     round_to_bytes(x, made.bytes.data() + at * kGroup, made.byte_scales.data() + at, made.byte_sums.data() + at);
   }

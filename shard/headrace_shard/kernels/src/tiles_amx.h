@@ -14,7 +14,7 @@ namespace headrace::VARIANT {
 
 constexpr int kAmxRows = 16;    // of activations in a tile
 constexpr int kAmxTiles = 3;    // that a call takes at most
-constexpr int kAmxGroups = 6;   // in a turn: their products stay in the nearest cache
+constexpr int kAmxGroups = 4;   // in a turn: their products stay in the nearest cache
 using Products = int32_t[kAmxRows * kPanel];
 
 // The shapes of this thread's tiles, and their state, for as long as it lives.
@@ -48,15 +48,16 @@ inline void widen(const uint8_t* w, const int8_t*, uint8_t* out) {
   }
 }
 
-// Two columns a row, each followed by a zero: where a word of activations has its upper byte.
+// Four columns a row, of two pairs of columns.
 inline void widen(const uint8_t* w, const int16_t*, uint8_t* out) {
-  UNROLL for (int p = 0; p < 16; ++p) {
-    const __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + p * 32));
-    _mm512_store_si512(out + p * 64, _mm512_cvtepu8_epi16(pair));
+  const __m512i order = _mm512_set_epi16(
+      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  UNROLL for (int p = 0; p < 8; ++p) {
+    _mm512_store_si512(out + p * 64, _mm512_permutexvar_epi16(order, _mm512_loadu_si512(w + p * 64)));
   }
 }
 
-// Tiles 0 and 1: products; 2 and 3: activations and weights of int4; 4 and 5: of int8.
+// Tiles 0 and 1: products; 2 and 4: activations; 3: weights.
 inline void make_products(const int8_t* a, const uint8_t* wide, Products* out) {
   _tile_zero(0);
   _tile_loadd(2, a, kGroup);
@@ -65,16 +66,17 @@ inline void make_products(const int8_t* a, const uint8_t* wide, Products* out) {
   _tile_stored(0, out[0], 64);
 }
 
-// A word is 256 times its upper byte, which has the sign, and its lower one: two products of bytes.
+// A word is 256 times its upper byte, which has the sign, and its lower one: two products of bytes. In a group of a row the
+// lower ones come first.
 inline void make_products(const int16_t* a, const uint8_t* wide, Products* out) {
   const uint8_t* bytes = reinterpret_cast<const uint8_t*>(a);
   _tile_zero(0);
   _tile_zero(1);
-  _tile_loadd(5, wide, 64);
-  _tile_loadd(4, bytes, 64);
-  _tile_dpbusd(0, 4, 5);
-  _tile_loadd(4, bytes + 1, 64);
-  _tile_dpbssd(1, 4, 5);
+  _tile_loadd(3, wide, 64);
+  _tile_loadd(2, bytes, 64);
+  _tile_dpbusd(0, 2, 3);
+  _tile_loadd(4, bytes + kGroup, 64);
+  _tile_dpbssd(1, 4, 3);
   _tile_stored(0, out[0], 64);
   _tile_stored(1, out[1], 64);
 }
@@ -95,7 +97,7 @@ inline void amx_tile(
     const uint8_t* w, const A* a, const float* scales, const float* sums, int64_t rows, int64_t count, int tall, float* out) {
   constexpr bool kHasMinima = sizeof(A) == 1;
   constexpr int64_t kBytes = kHasMinima ? kInt4Bytes : kInt8Bytes, kScales = kHasMinima ? kPanel * kGroup / 2 : kPanel * kGroup;
-  constexpr int kParts = sizeof(A), kWide = kParts * kPanel * kGroup;
+  constexpr int kParts = sizeof(A), kWide = kPanel * kGroup;
   const int64_t groups = count / kGroup;
   const int tiles = (tall + kAmxRows - 1) / kAmxRows;
   alignas(64) uint8_t wide[kAmxGroups * kWide];
