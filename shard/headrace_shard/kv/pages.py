@@ -19,13 +19,16 @@ POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; Linux 5.14
 
 
 class PagesAhead:
-    """Keeps the first pages of a cache ready. Where the system cannot be asked for that, pages come as they are written."""
+    """Keeps the first pages of a cache ready. Where the system cannot be asked for that, pages come as they are written.
+
+    `ready`: bytes of the cache, from its beginning on.
+    """
 
     def __init__(self, cache: torch.Tensor) -> None:
         """`cache` [blocks, ...] in one piece, which has not been written."""
         self._cache = cache  # its memory must not go while the thread is at it
         self._block_bytes, self._bytes = cache.stride(0) * cache.itemsize, cache.nbytes
-        self._ready = 0
+        self.ready = 0
         self._wanted = min(AHEAD, self._bytes)
         self._more = threading.Event()
         self._more.set()
@@ -44,11 +47,11 @@ class PagesAhead:
         madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike mmap's own method this releases the GIL
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         start = self._cache.data_ptr()
-        while self._ready < self._bytes:
+        while self.ready < self._bytes:
             self._more.wait()
             self._more.clear()
-            while self._ready < self._wanted:
-                size = min(PIECE, self._bytes - self._ready)
-                if madvise(start + self._ready, size, POPULATE_WRITE):
+            while self.ready < self._wanted:
+                size = min(PIECE, self._bytes - self.ready)
+                if madvise(start + self.ready, size, POPULATE_WRITE):
                     return
-                self._ready += size
+                self.ready += size
