@@ -60,7 +60,8 @@ void low_float_tile(
 }
 
 // out [panels, kTileRows, 16] of one run of columns of panels of floats. Some columns at a time: those stay in the nearest
-// cache for all rows, whose tiles together read the next ones ahead.
+// cache for all rows, whose tiles together read the next ones ahead. Few rows leave nothing for the cache to keep: for them
+// panels are streams.
 inline void run_floats(
     const Panels& panels, const Activations& a, int64_t row, int rows, int64_t begin, int64_t count, float* out) {
   const Matrix& matrix = *panels.matrices[0];
@@ -72,7 +73,11 @@ inline void run_floats(
     for (int i = 0; i < panels.count; ++i) w[i] = panels.matrices[i]->panels + panels.numbers[i] * bytes + k * column_bytes;
     const bool last = k + some == matrix.columns;
     Ahead ahead{some * column_bytes, column_bytes / tiles};
-    if (last) ahead = panels.next ? Ahead{panels.next * bytes - k * column_bytes, ahead.column_bytes} : Ahead{0, 0};
+    if (tiles == 1) {
+      ahead.bytes = kStreamAhead;
+    } else if (last) {
+      ahead = panels.next ? Ahead{panels.next * bytes - k * column_bytes, ahead.column_bytes} : Ahead{0, 0};
+    }
     for (int done = 0; done < rows;) {
       const int tall = even_part(rows - done, kFloatRows);
       const float* const x = a.floats + (row + done) * matrix.columns + k;

@@ -196,7 +196,7 @@ inline void attend_prompt(
   cache.keys += kv * cache.head_stride;
   const int dim = h.head_dim, shared = h.heads / h.kv_heads, rows = t.counts[tile] * shared;
   const int64_t stride = int64_t{h.heads + 2 * h.kv_heads} * dim, first = t.firsts[tile];
-  values_of_thread.assign(kQueries * dim, 0.0f);
+  values_of_thread.assign(rows * dim, 0.0f);
   float* const values = values_of_thread.data();
   alignas(64) BrainTile queries[kQueryTiles * kDimTiles];
   alignas(64) float most[kQueries], weight[kQueries] = {};

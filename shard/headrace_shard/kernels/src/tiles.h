@@ -23,6 +23,8 @@ namespace headrace::VARIANT {
 constexpr int64_t kFloatRun = 128;  // columns summed before they are added to the total: sums of sums round less
 constexpr int kFloatRows = 6, kFloatPanels = kAllSums / kFloatRows;  // of a tile of floats
 
+constexpr int64_t kStreamAhead = 512;  // bytes of a panel that is read once: the CPU's own reading ahead goes on from there
+
 // What a tile reads ahead: from so many bytes behind its own weights on, some bytes for each column.
 struct Ahead {
   int64_t bytes;

@@ -27,9 +27,9 @@ struct Logits {
 };
 
 inline float largest_of(const float* x, int64_t count) {
-  F8 most = all(-INFINITY);
+  F16 most = all16(-INFINITY);
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8) most = max(load(x + i), most);  // NaN is passed over
+  for (; i + 16 <= count; i += 16) most = max(load16(x + i), most);  // NaN is passed over
   float value = largest(most);
   for (; i < count; ++i) value = x[i] > value ? x[i] : value;
   return value;
@@ -37,14 +37,14 @@ inline float largest_of(const float* x, int64_t count) {
 
 // Sum of exp((x - shift) * scale); 0 for -inf.
 inline float exp_sum(const float* x, int64_t count, float shift, float scale) {
-  F8 total = zero();
+  F16 total = zero16();
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8) total = add(total, exp(mul(sub(load(x + i), all(shift)), all(scale))));
+  for (; i + 16 <= count; i += 16) total = add(total, exp(mul(sub(load16(x + i), all16(shift)), all16(scale))));
   if (i < count) {
-    float rest[8];
-    std::fill(rest, rest + 8, -INFINITY);
+    float rest[16];
+    std::fill(rest, rest + 16, -INFINITY);
     std::copy(x + i, x + count, rest);
-    total = add(total, exp(mul(sub(load(rest), all(shift)), all(scale))));
+    total = add(total, exp(mul(sub(load16(rest), all16(shift)), all16(scale))));
   }
   return sum(total);
 }
