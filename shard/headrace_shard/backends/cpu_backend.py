@@ -32,6 +32,7 @@ from headrace_shard.weights.source import Blocks, Dense, Table
 
 MAX_HEAD_DIM = 512
 MIN_ROOM = 32  # rows
+PROMPT_TILES, LEAST_TILE = 4, 16  # a prompt's chunk has so many attention tiles, for all threads, or tiles of so many queries
 INTEGERS = (Format.INT4, Format.INT8)
 
 
@@ -266,7 +267,7 @@ def tiles_of(
     first_prompt, prompts = len(step.token_ids) - step.prompts, 0
     for chunk in step.chunks:
         own = tallest_of_prompts > 0 and chunk.offset >= first_prompt
-        most = tallest_of_prompts if own else tallest
+        most = min(tallest_of_prompts, max(LEAST_TILE, -(-chunk.length // PROMPT_TILES))) if own else tallest
         offsets = np.arange(0, chunk.length, most, dtype=np.int32)
         prompts += len(offsets) if own else 0
         firsts.append(offsets + np.int32(chunk.offset))
