@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-AHEAD = 256 << 20  # bytes that are ready beyond the highest block in use
+AHEAD = 128 << 20  # bytes that are ready beyond the highest block in use
 PIECE = 2 << 20  # one large page
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; Linux 5.14
 
