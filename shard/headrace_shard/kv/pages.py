@@ -1,14 +1,14 @@
 """Pages of the KV cache, made before a step writes to them.
 
 The system hands out memory when it is first written, and clears it then: on a new server that took a quarter of a prompt's
-time. Here a thread of the lowest priority does it ahead of need, so that memory still grows only as far as it is used.
+time. Here a thread does it ahead of need, so that memory still grows only as far as it is used.
+
+The thread has no lower priority than others: one that waits for a core while it holds the interpreter's lock holds up steps.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
 import threading
 
 import torch
@@ -42,8 +42,6 @@ class PagesAhead:
             self._more.set()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
         madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike mmap's own method this releases the GIL
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         start = self._cache.data_ptr()
