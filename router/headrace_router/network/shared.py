@@ -15,8 +15,7 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -37,9 +36,9 @@ from headrace_router.network.jobs import (
     Policy,
     Progress,
 )
+from headrace_router.network.records import encode, entry_of, event_of, facts_of, listed, packed, read_holder, read_job, to_json
 from headrace_router.network.store import Store
 from headrace_router.tenants import CLASSES
-from headrace_router.types import End, PromptToken, Token, TopToken
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +46,6 @@ CLAIM_SECONDS = 0.05  # between looks at a key that somebody else makes a job fo
 TICK_SECONDS = 1.0  # between looks at every log that is read here
 LOST_SECONDS = 5.0  # until a request that the server has lost is not waited for
 
-_encode = msgspec.msgpack.Encoder().encode
-_json = msgspec.json.Encoder().encode
-_token = msgspec.msgpack.Decoder(tuple[int, float, str, bool, list[TopToken] | None, list[PromptToken] | None]).decode
-_end = msgspec.msgpack.Decoder(End).decode
-_job = msgspec.msgpack.Decoder(Job).decode
-_holder = msgspec.msgpack.Decoder(Holder).decode
 
 
 class _Reader:
@@ -139,7 +132,7 @@ class SharedBroker:
     # --- clients ---
 
     async def submit(self, job: Job) -> int:
-        outcome = await self._ask("submit", *_facts(job), patient=False)
+        outcome = await self._ask("submit", *facts_of(job), patient=False)
         if outcome[0] == b"full":
             raise QueueFull("Model is overloaded: the queue is full")
         self._adopt(job)
@@ -181,8 +174,8 @@ class SharedBroker:
             return None
         state, attempt, tokens, position, payload, last = found
         return JobStatus(
-            _job(payload), state.decode(), attempt, tokens, position if position >= 0 else None,
-            _event(last) if last else None,
+            read_job(payload), state.decode(), attempt, tokens, position if position >= 0 else None,
+            event_of(last) if last else None,
         )
 
     async def subscribe(self, job: str, after: EventId, listener: Listener) -> Callable[[], None]:
@@ -199,7 +192,7 @@ class SharedBroker:
         try:
             if await self._read([job]):
                 raise NotFound(f"there is no request {job[:64]}, or not any more")
-        except BaseException:
+        except BaseException:  # refused, or given up while it waits
             leave()
             raise
         return leave
@@ -208,7 +201,7 @@ class SharedBroker:
         return int(await self._ask("live", tenant, patient=False))
 
     async def refuse(self, job: str, code: str, message: str) -> bool:
-        return bool(await self._ask("refuse", job, _json({"code": code, "message": message, "retriable": True})))
+        return bool(await self._ask("refuse", job, to_json({"code": code, "message": message, "retriable": True})))
 
     # --- workers ---
 
@@ -218,10 +211,10 @@ class SharedBroker:
         self._sessions[holder.session] = (holder, revoked, known[2] if known is not None else {})
 
     async def _attach(self, holder: Holder) -> None:
-        features = "*" if holder.features is None else _list(holder.features)
+        features = "*" if holder.features is None else listed(holder.features)
         await self._ask(
             "attach", holder.session, holder.weight_format, holder.max_total_tokens, holder.tier, features,
-            int(holder.resumes), _encode(holder),
+            int(holder.resumes), encode(holder),
         )
 
     async def detach(self, session: str, reason: str) -> None:
@@ -243,10 +236,10 @@ class SharedBroker:
     def _leased_to(self, session: str, row: list[Any]) -> Lease:
         _, attempt, payload, seconds, entries = row
         holder, _, held = self._sessions[session]
-        job = _job(payload)
+        job = read_job(payload)
         generated: list[int] = []
         for entry in entries:  # the last one first
-            event = _event(entry)
+            event = event_of(entry)
             if event.kind == "reset":
                 break
             if event.token is not None:
@@ -259,8 +252,8 @@ class SharedBroker:
     async def progress(self, news: Sequence[Progress]) -> list[bool]:
         args: list[Any] = [len(news)]
         for one in news:
-            end = "" if one.end is None else _encode(one.end)
-            args += [one.job, one.attempt, one.index, end, len(one.tokens), *map(_packed, one.tokens)]
+            end = "" if one.end is None else encode(one.end)
+            args += [one.job, one.attempt, one.index, end, len(one.tokens), *map(packed, one.tokens)]
         outcomes = await self._ask("progress", *args)
         for one, outcome in zip(news, outcomes, strict=True):
             if outcome[0]:
@@ -293,7 +286,7 @@ class SharedBroker:
     async def fail(self, job: str, attempt: int, code: str, message: str) -> bool:
         self._forget(job, attempt)
         facts = {"code": code, "message": message, "retriable": False}
-        return bool(await self._ask("fail", job, attempt, _json(facts)))
+        return bool(await self._ask("fail", job, attempt, to_json(facts)))
 
     def _forget(self, job: str, attempt: int) -> None:
         """A session does not hold a job any more."""
@@ -367,8 +360,8 @@ class SharedBroker:
         """A job with its log. Whether others can go on after its output exactly is known if its worker is here."""
         attempt = max((event.attempt for event in events), default=0)
         form = self._formats.get(job.id)
-        entries = [part for event in events for part in _entry(event)]
-        await self._ask("restore", *_facts(job), attempt, form or "", int(form is not None), "|", len(events), *entries)
+        entries = [part for event in events for part in entry_of(event)]
+        await self._ask("restore", *facts_of(job), attempt, form or "", int(form is not None), "|", len(events), *entries)
 
     # --- what the store says ---
 
@@ -393,7 +386,7 @@ class SharedBroker:
         return result
 
     async def _learn_holders(self) -> None:
-        self.holders = [_holder(entry) for entry in await self._ask("holders")]
+        self.holders = [read_holder(entry) for entry in await self._ask("holders")]
 
     def _note(self, kind: bytes, rest: list[Any]) -> None:
         counts = self.counts
@@ -473,7 +466,7 @@ class SharedBroker:
             if entries is not None:
                 self._missing.pop(job, None)
             if entries:
-                self._tell(job, [_event(entry) for entry in entries])
+                self._tell(job, [event_of(entry) for entry in entries])
         return [job for job, entries in zip(jobs, found, strict=True) if entries is None]
 
     def _tell(self, job: str, events: Sequence[Event]) -> None:
@@ -493,49 +486,3 @@ class SharedBroker:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _list(names: Iterable[str]) -> str:
-    return "".join(f"|{name}" for name in sorted(names)) + "|"
-
-
-def _facts(job: Job) -> list[Any]:
-    """A job as `read_facts` and the payload after it have it."""
-    request = job.request
-    kept = replace(job, request=replace(request, deadline=None))  # of this process's clock
-    return [
-        job.id, job.flow, job.weight, job.cost, job.total_tokens, len(request.prompt), request.tenant.name, request.workload,
-        _list(job.needs), job.min_tier, job.only or "", _encode(kept),
-    ]
-
-
-def _packed(token: Token) -> bytes:
-    return _encode((token.id, token.logprob, token.text, token.special, token.top, token.prompt))
-
-
-def _entry(event: Event) -> list[Any]:
-    """An event as an entry of a log: id, kind, index, data."""
-    index, data = event.index, b""
-    if event.token is not None:
-        data = _packed(event.token)
-    elif event.end is not None:
-        data = _encode(event.end)
-    elif event.kind in TERMINAL:
-        data = _json(event.facts)
-    else:
-        index = event.facts["from_index"]
-    return [f"{event.attempt}-{event.seq + 1}", event.kind, index, data]
-
-
-def _event(entry: list[Any]) -> Event:
-    name, (_, kind, _, index, _, data) = entry
-    attempt, place = map(int, name.split(b"-"))
-    seq = place - 1
-    match kind:
-        case b"token":
-            return Event("token", attempt, seq, int(index), Token(*_token(data)))
-        case b"done":
-            return Event("done", attempt, seq, end=_end(data))
-        case b"started" | b"resumed" | b"reset":
-            return Event(kind.decode(), attempt, seq, facts={"from_index": int(index)})
-    return Event(kind.decode(), attempt, seq, facts=msgspec.json.decode(data))

@@ -17,6 +17,10 @@ Floats = npt.NDArray[np.float32]
 F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, BF16 = 0, 1, 2, 3, 8, 12, 30
 
 
+class UnknownType(Exception):
+    """A GGUF tensor type that cannot be read; names it."""
+
+
 def type_name(kind: int) -> str:
     """The name of a known GGUF tensor type, such as "Q4_K"."""
     from gguf.constants import GGMLQuantizationType
@@ -29,14 +33,14 @@ def block_layout(kind: int) -> tuple[int, int]:
     """(values, bytes) of one block of a GGUF tensor type.
 
     Raises:
-        NotImplementedError: no such type.
+        UnknownType: no such type.
     """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     except ValueError:
-        raise NotImplementedError(f"GGUF tensor type {kind}") from None
+        raise UnknownType(f"GGUF tensor type {kind}") from None
     return int(values), int(size)
 
 
@@ -44,7 +48,7 @@ def dequantize(raw: Bytes, kind: int) -> Floats:
     """Values of consecutive blocks, flat.
 
     Raises:
-        NotImplementedError: nobody here can unpack this type.
+        UnknownType: nobody here can unpack this type.
     """
     if kind == F32:
         return raw.view(np.float32).copy()
@@ -58,7 +62,10 @@ def dequantize(raw: Bytes, kind: int) -> Floats:
     from gguf.quants import dequantize as by_package
 
     blocks = raw.reshape(-1, block_layout(kind)[1])
-    return np.array(by_package(blocks, GGMLQuantizationType(kind)), dtype=np.float32).reshape(-1)
+    try:
+        return np.array(by_package(blocks, GGMLQuantizationType(kind)), dtype=np.float32).reshape(-1)
+    except NotImplementedError:  # the package's own
+        raise UnknownType(f"GGUF tensor type {type_name(kind)}") from None
 
 
 def _scale(blocks: Bytes, at: int) -> Floats:

@@ -20,7 +20,7 @@ import torch
 
 from headrace._common.errors import StartupError
 from headrace._common.model_folder import ModelFolder
-from headrace_shard.weights.dequantize import Bytes, Floats, block_layout, dequantize
+from headrace_shard.weights.dequantize import Bytes, Floats, UnknownType, block_layout, dequantize
 from headrace_shard.weights.precision import AS_BLOCKS, EXACT, GROUP, OWN, Precision
 from headrace_shard.weights.source import Blocks, Dense
 
@@ -142,7 +142,7 @@ class GgufWeights:
             raise StartupError(f"tensor {theirs} of {self._path} has shape {entry.shape}; the config asks for {shape}")
         try:
             block, size = block_layout(entry.kind)
-        except NotImplementedError as error:
+        except UnknownType as error:
             raise StartupError(f"{theirs} of {self._path}: {error} is not known") from None
         row_bytes = shape[-1] // block * size
         begin, length = self._start + entry.offset, prod(shape[:-1]) * row_bytes
@@ -154,8 +154,8 @@ class GgufWeights:
         """Values of rows of raw bytes: [rows, values]."""
         try:
             return dequantize(np.ascontiguousarray(raw).reshape(-1), entry.kind).reshape(len(raw), -1)
-        except NotImplementedError:
-            raise StartupError(f"{gguf_name(name)} of {self._path}: type {entry.kind} cannot be dequantized") from None
+        except UnknownType as error:
+            raise StartupError(f"{gguf_name(name)} of {self._path}: {error} cannot be unpacked") from None
 
 
 class PackedTable:
