@@ -1,6 +1,6 @@
 // Products of a prompt's rows for AMX. The weights of a panel become bfloat16 on their way into the tiles, once for many
-// rows, and a tile sums all columns of a run without a stop for the scales: many rows take a third of the time that
-// integers take, one row takes several times as long. So all rows of prompts come here, however few, and no others do.
+// rows, and a tile sums all columns of a run without a stop for the scales: many rows take less than half the time that
+// integers take, one row takes two to three times as long. So all rows of prompts come here, however few, and no others do.
 //
 // A weight times an activation, both rounded to eight bits of mantissa, is exact in float32; sums are those of the tiles.
 #pragma once
