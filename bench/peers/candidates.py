@@ -1,6 +1,7 @@
 """The servers that are compared: what each is installed from, in which precision it runs, and how it is started.
 
-Each has all cores, no prefix cache to win from (prompts share nothing either), and room for 32 sequences.
+All can be kept to AVX2 (`avx2`), as on a CPU that has no wider instructions: another comparison than with all that this
+CPU has. Each has all cores, no prefix cache to win from (prompts share nothing either), and room for 32 sequences.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ SEQUENCES = 32
 SEQUENCE_TOKENS = 2048  # of each, where a server wants to know; its attention is faster over caches of their own
 _WRAPPED = "HTTP added by the benchmark"
 _BF16 = {"avx512_bf16", "amx_bf16"}  # flags of CPUs with arithmetic in bfloat16
+_AVX2 = {  # what libraries of theirs are told with
+    "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "CT2_FORCE_CPU_ISA": "AVX2",
+}
 _TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 
 
@@ -33,7 +37,7 @@ class Candidate:
     name: str
     peer: str
     weights: str
-    prepare: Callable[[Models], Start]  # installs and converts what it needs; raises Unavailable
+    prepare: Callable[[Models, bool], Start]  # installs and converts what it needs; for AVX2 or not; raises Unavailable
     note: str = ""
     ignore_eos: bool = True  # it understands `ignore_eos`, or never ends before the given length
 
@@ -49,8 +53,8 @@ def threads() -> int:
 
 
 def _llama_cpp(kind: str) -> Candidate:
-    def prepare(models: Models) -> Start:
-        tools = environments.ensure_llama_server(LLAMA_SOURCE).folder / "bin"
+    def prepare(models: Models, avx2: bool) -> Start:
+        tools = environments.ensure_llama_server(LLAMA_SOURCE, avx2).folder / "bin"
         file = models.gguf if kind == "Q4_1" else models.quantized_gguf(kind, tools)
         n = str(threads())
         return Start((
@@ -65,30 +69,33 @@ def _llama_cpp(kind: str) -> Candidate:
 
 def _openvino(name: str, form: str, weights: str) -> Candidate:
     """Left alone, it computes in bfloat16 where the CPU can, float32 weights too; int8 weights decode faster in float32."""
-    def prepare(models: Models) -> Start:
+    def prepare(models: Models, avx2: bool) -> Start:
+        if weights == "bf16" and avx2:
+            raise Unavailable("AVX2 has no arithmetic in bfloat16")
         if weights == "bf16" and not _BF16 & cpu_flags(Path("/proc/cpuinfo").read_text("utf-8")):
             raise Unavailable("this CPU has no arithmetic in bfloat16")
-        start = _wrapped(environments.ensure("openvino").python, "openvino_genai_server", models.openvino(form), models)
+        start = _wrapped(environments.ensure("openvino").python, "openvino_genai_server", models.openvino(form), models, avx2)
         return start if weights == "bf16" else replace(start, argv=(*start.argv, "--precision", "f32"))
 
     return Candidate(f"OpenVINO GenAI {name}", "openvino", weights, prepare, _WRAPPED)
 
 
-def _ctranslate2(models: Models) -> Start:
-    return _wrapped(environments.ensure("ctranslate2").python, "ctranslate2_server", models.ctranslate2(), models)
+def _ctranslate2(models: Models, avx2: bool) -> Start:
+    return _wrapped(environments.ensure("ctranslate2").python, "ctranslate2_server", models.ctranslate2(), models, avx2)
 
 
-def _transformers(models: Models) -> Start:
-    start = _wrapped(environments.ensure("transformers").python, "transformers_server", models.safetensors(), models)
-    return replace(start, env={"OMP_WAIT_POLICY": "PASSIVE"})  # threads that spin starve the HTTP server and the client
+def _transformers(models: Models, avx2: bool) -> Start:
+    start = _wrapped(environments.ensure("transformers").python, "transformers_server", models.safetensors(), models, avx2)
+    passive = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin starve the HTTP server and the client
+    return replace(start, env=start.env | passive)
 
 
-def _wrapped(python: Path, module: str, model: Path, models: Models) -> Start:
+def _wrapped(python: Path, module: str, model: Path, models: Models, avx2: bool) -> Start:
     """An engine behind the benchmark's own small HTTP server."""
     return Start((
         str(python), "-m", f"bench.peers.serving.{module}", "--model", str(model), "--tokenizer", str(models.source),
         "--port", "{port}", "--threads", str(threads()),
-    ))
+    ), _AVX2 if avx2 else {})
 
 
 def _name_vllm(folder: Path) -> None:
@@ -102,7 +109,9 @@ def _name_vllm(folder: Path) -> None:
         metadata.write_text(text.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1), "utf-8")
 
 
-def _vllm(models: Models) -> Start:
+def _vllm(models: Models, avx2: bool) -> Start:
+    if avx2 and "avx512f" in cpu_flags(Path("/proc/cpuinfo").read_text("utf-8")):
+        raise Unavailable("its kernels cannot be kept from AVX-512")
     environment = environments.ensure("vllm", _name_vllm)
     preload = [str(path) for path in (_TCMALLOC, environment.folder / "lib/libiomp5.so") if path.exists()]
     env = {

@@ -3,7 +3,8 @@
 Every peer is installed into an environment of its own under the cache folder ($HEADRACE_CACHE, else ~/.cache/headrace);
 one that cannot be had is named with the reason, and the run goes on. All serve the same model, over HTTP, with all
 cores; they take turns, round after round. A full run (about an hour) writes peers.json, peers.md and peers.svg into
-bench/results; one that is stopped earlier, or has --quick, --peers or --only, prints its tables alone.
+bench/results, or with --avx2 peers_avx2.*; one that is stopped earlier, or has --quick, --peers or --only, prints its
+tables alone.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--peers", metavar="LIST", help=f"only these, with commas between them: {', '.join(names)}; or none")
     parser.add_argument("--only", metavar="LIST", help=f"only these rows: {', '.join(GROUPS)}")
     parser.add_argument("--runs", type=int, default=None, metavar="N", help=f"rounds; medians of so many (default {ROUNDS})")
+    parser.add_argument("--avx2", action="store_true", help="all keep to AVX2, as on a CPU without wider instructions")
     parser.add_argument("--quick", action="store_true", help="one round of shorter answers, to see that everything works")
     parser.add_argument("--install", action="store_true", help="only install and convert what is needed")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the record, tables and plot there")
@@ -48,15 +50,15 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--runs must be at least 1")
     signal.signal(signal.SIGTERM, raise_stopped)
     if given.install:
-        return install(peers)
-    before = recorded("peers")
+        return install(peers, given.avx2)
+    before = recorded(report.name(given.avx2))
     found, whole = Contest(), False
     try:
-        run(found, groups, peers, rounds, given.quick)
+        run(found, groups, peers, rounds, given.quick, given.avx2)
         whole = not (given.quick or given.peers or given.only)
     except (KeyboardInterrupt, Stopped):
         say(f"stopped in round {len(found.measured.bandwidth)} of {rounds}")
-    result = report.result(found, groups, peers, rounds, given.quick)
+    result = report.result(found, groups, peers, rounds, given.quick, given.avx2)
     print(report.markdown(result.to_json()))
     print(table(result.figures, before))
     folder = given.out or (RESULTS if whole else None)
@@ -75,7 +77,7 @@ def _chosen(parser: argparse.ArgumentParser, option: str, text: str | None, know
     return names
 
 
-def install(peers: Sequence[Candidate]) -> int:
+def install(peers: Sequence[Candidate], avx2: bool) -> int:
     """Prepare everything that these peers need. Exit status 1 if one cannot be had."""
     models = Models()
     status = 0
@@ -85,7 +87,7 @@ def install(peers: Sequence[Candidate]) -> int:
         say(f"no plot: {error}")
     for peer in peers:
         try:
-            peer.prepare(models)
+            peer.prepare(models, avx2)
             print(f"{peer.name}: ready")
         except Unavailable as error:
             print(f"{peer.name}: not available: {error}")
@@ -97,11 +99,11 @@ def write(result: Result, folder: Path) -> None:
     """The record, its tables, and the plot if matplotlib can be had."""
     folder.mkdir(parents=True, exist_ok=True)
     record = result.write(folder)
-    (folder / "peers.md").write_text(report.markdown(json.loads(record.read_text("utf-8"))), "utf-8")
+    record.with_suffix(".md").write_text(report.markdown(json.loads(record.read_text("utf-8"))), "utf-8")
     try:
         python = environments.ensure("plot").python
         script = Path(__file__).with_name("plot.py")
-        environments.run_bounded((str(python), str(script), str(record), str(folder / "peers.svg")), PLOT_SECONDS)
+        environments.run_bounded((str(python), str(script), str(record), str(record.with_suffix(".svg"))), PLOT_SECONDS)
     except Unavailable as error:
         say(f"no plot: {error}")
 

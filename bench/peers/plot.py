@@ -35,7 +35,8 @@ def draw(record: dict[str, Any], target: Path) -> None:
         axis.margins(x=0.15)
         axis.spines[["top", "right"]].set_visible(False)
     machine, rounds = record["machine"], record["setup"]["rounds"]
-    figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores: SmolLM2-135M-Instruct, medians of {rounds}")
+    kept = ", AVX2 alone" if record["setup"].get("avx2") else ""
+    figure.suptitle(f"{machine['cpu']}{kept}, {machine['cores']} cores: SmolLM2-135M-Instruct, medians of {rounds}")
     figure.tight_layout()
     figure.savefig(target, format="svg", metadata={"Date": None})
 

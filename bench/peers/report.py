@@ -14,18 +14,25 @@ from headrace_launcher.bench.stats import median
 DOUBTFUL_CORES = 0.1  # used by other processes during a measurement, above which it says little
 
 
-def result(contest: Contest, groups: Sequence[str], peers: Sequence[Candidate], rounds: int, quick: bool) -> Result:
+def name(avx2: bool) -> str:
+    """The record's name, which is that of its files."""
+    return "peers_avx2" if avx2 else "peers"
+
+
+def result(
+    contest: Contest, groups: Sequence[str], peers: Sequence[Candidate], rounds: int, quick: bool, avx2: bool = False
+) -> Result:
     """The record."""
     figures = ratio_figures(contest.measured, groups, peers)
     figures += roofline_figures(contest.measured, contest.step_bytes)
-    setup = {"threads": threads(), "rounds": rounds, "quick": quick, "llama.cpp": LLAMA_SOURCE}
+    setup = {"threads": threads(), "rounds": rounds, "quick": quick, "avx2": avx2, "llama.cpp": LLAMA_SOURCE}
     details = {
         "tokens_per_s": rates(contest, peers), "servers": contest.servers, "unavailable": contest.unavailable,
         "invalid": contest.invalid,
         "read_bandwidth_gb_s": [round(value / 1e9, 2) for value in contest.measured.bandwidth],
         "step_mb": {name: round(size / 1e6, 1) for name, size in contest.step_bytes.items()},
     }
-    return Result("peers", figures, setup, details)
+    return Result(name(avx2), figures, setup, details)
 
 
 def rates(contest: Contest, peers: Sequence[Candidate]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -95,7 +95,8 @@ def load(
     check_shards(folder, settings.num_shard)
     group = meet(settings, rendezvous, device, threads)
     weights = open_weights(folder)
-    backend = choose_backend(precision_of(settings.dtype, settings.quantize), device, group, threads)
+    precision = precision_of(settings.dtype, settings.quantize)
+    backend = choose_backend(precision, device, group, threads, settings.max_cpu_isa or "")
     with torch.inference_mode():
         try:
             model = load_model(folder, weights, backend, settings.rank, settings.num_shard)
@@ -143,7 +144,7 @@ def load_draft(settings: ShardSettings, device: torch.device, threads: int) -> L
     folder = ModelFolder.open(settings.draft_model_folder)
     check_shards(folder, 1)
     weights = open_weights(folder)
-    backend = choose_backend(OWN, device, Alone(), threads)
+    backend = choose_backend(OWN, device, Alone(), threads, settings.max_cpu_isa or "")
     model = load_model(folder, weights, backend)
     weights.release()
     held = " + ".join(name for name, _ in backend.packed.most_common())

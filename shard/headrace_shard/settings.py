@@ -9,6 +9,7 @@ from headrace._common.options import option
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "q4")
+CPU_ISAS = ("portable", "avx2", "avx512", "amx")  # instruction sets of the CPU kernels, the least first
 DRAFTS = 4  # draft tokens of a request and step where there is a draft model
 
 
@@ -53,6 +54,10 @@ class ShardSettings:
     draft_model_folder: str = option("", "folder of a smaller model with the same vocabulary, whose guesses count", env=None)
     batch_lease: float = option(60.0, "seconds until a batch without a call is freed", env="HEADRACE_BATCH_LEASE", minimum=0)
     threads: int | None = option(None, "CPU threads of a shard; all cores if not given", env="HEADRACE_THREADS", minimum=1)
+    max_cpu_isa: str | None = option(
+        None, "highest instruction set that the CPU kernels may use; the best that the CPU has if not given",
+        env="HEADRACE_MAX_CPU_ISA", choices=CPU_ISAS,
+    )
     watermark_gamma: float = option(0.5, "share of the vocabulary on the green list of a watermark", minimum=0)
     watermark_delta: float = option(2.0, "what a watermark adds to the logits of green tokens", minimum=0)
     log_level: str = option("info", "least level that is logged", choices=LEVELS)

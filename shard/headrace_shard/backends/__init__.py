@@ -19,8 +19,10 @@ from headrace_shard.weights.precision import Precision
 log = logging.getLogger(__name__)
 
 
-def choose_backend(precision: Precision, device: torch.device, group: Group, threads: int = 1) -> Backend:
+def choose_backend(precision: Precision, device: torch.device, group: Group, threads: int = 1, isa: str = "") -> Backend:
     """The fastest backend for this precision and device; chosen once, at start.
+
+    `isa`: the highest instruction set that the CPU kernels may use; "" for the best that this CPU has.
 
     Raises:
         StartupError: this device cannot hold matrices so.
@@ -28,12 +30,13 @@ def choose_backend(precision: Precision, device: torch.device, group: Group, thr
     plain = torch.float32 if device.type == "cpu" else torch.bfloat16
     if device.type == "cpu":
         try:
-            library = Library()
+            library = Library(isa)
         except BuildFailed as error:
             if precision.at_most:
                 raise StartupError(f"--quantize needs the CPU kernels: {error}") from None
             log.warning("%s: torch serves instead of the CPU kernels, several times slower", error)
         else:
+            log.info("CPU kernels: %s, %d thread%s", library.variant, threads, "s" * (threads != 1))
             torch.set_num_threads(1)  # two pools of threads would fight for the cores
             return CpuBackend(group, library, threads, precision)
     elif precision.at_most:

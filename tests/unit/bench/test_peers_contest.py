@@ -40,29 +40,29 @@ class TinyModels:
     source: Path
 
 
-def counting(models: Models, short: int = 0) -> Start:
+def counting(models: Models, avx2: bool, short: int = 0) -> Start:
     """A server whose answers of more than 16 tokens lack `short`."""
     return Start((sys.executable, "-c", COUNTING.format(folder=str(models.source), short=short), "{port}"))
 
 
-def refuse(models: Models) -> Start:
+def refuse(models: Models, avx2: bool) -> Start:
     raise Unavailable("no wheel for this machine")
 
 
 def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiny: Any = TinyModels(write_tiny_model(tmp_path))
 
-    def start_own(found: Contest, stack: contextlib.ExitStack, name: str) -> Contestant:
-        return contest._start_peer(found, stack, Candidate(name, "", "", counting), counting(tiny))
+    def start_own(found: Contest, stack: contextlib.ExitStack, name: str, avx2: bool) -> Contestant:
+        return contest._start_peer(found, stack, Candidate(name, "", "", counting), counting(tiny, avx2))
 
     monkeypatch.setattr("bench.peers.contest.Models", lambda: tiny)
     monkeypatch.setattr("bench.peers.contest._start_own", start_own)
     monkeypatch.setattr("bench.peers.roofline.measure", lambda folder: (10e9, {None: 1e8, "float32": 4e8}))
     peers = [
         Candidate("llama.cpp Q4_1", "llama.cpp", "q4_1", counting),
-        Candidate("short", "llama.cpp", "q4_0", lambda models: counting(models, short=1)),
+        Candidate("short", "llama.cpp", "q4_0", lambda models, avx2: counting(models, avx2, short=1)),
         Candidate("missing", "vllm", "float32", refuse),
-        Candidate("broken", "openvino", "int8", lambda models: Start((sys.executable, "-c", "raise SystemExit('an error')"))),
+        Candidate("broken", "openvino", "int8", lambda *_: Start((sys.executable, "-c", "raise SystemExit('an error')"))),
     ]
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     found = Contest()

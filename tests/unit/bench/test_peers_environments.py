@@ -92,12 +92,14 @@ def test_llama_cpp_is_compiled_from_a_corrected_source(monkeypatch: pytest.Monke
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr(environments, "run_bounded", record)
-    first = environments.ensure_llama_server("llama-cpp-python==1")
+    first = environments.ensure_llama_server("llama-cpp-python==1", avx2=False)
     assert sources == ['    __asm__ volatile("ldtilecfg %0" :: "m"(tc));\n']
     assert {path.name for path in (first.folder / "bin").iterdir()} == {"llama-server", "llama-quantize"}
     assert len([command for command in commands if "-DGGML_NATIVE=ON" in command]) == 1
+    assert environments.ensure_llama_server("llama-cpp-python==1", avx2=True) != first
+    assert [command for command in commands if "-DGGML_NATIVE=OFF" in command and "-DGGML_AVX2=ON" in command]
     monkeypatch.setattr(environments, "_AMX_FIX", ("a", "b"))
-    assert environments.ensure_llama_server("llama-cpp-python==1") != first
+    assert environments.ensure_llama_server("llama-cpp-python==1", avx2=False) != first
 
 
 def test_an_interrupted_environment_is_made_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

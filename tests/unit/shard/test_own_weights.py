@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from headrace_shard.loading import Loaded, load
 from headrace_shard.models import load_model
 from headrace_shard.parallel.group import Alone, Group
 from headrace_shard.roofline import Roofline
-from headrace_shard.settings import ShardSettings
+from headrace_shard.settings import CPU_ISAS, ShardSettings
 from headrace_shard.weights import open_weights
 from headrace_shard.weights.precision import BY_DTYPE, BY_QUANTIZE, EXACT, OWN, Format, Precision, precision_of
 from headrace_shard.weights.source import Blocks, Dense
@@ -271,6 +272,17 @@ def test_without_the_kernels_nothing_is_packed(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(building, "compiler", lambda: None)
     with pytest.raises(StartupError, match="--quantize needs the CPU kernels: no C\\+\\+ compiler found"):
         choose_backend(BY_QUANTIZE["int8"], CPU, Alone())
+
+
+@pytest.mark.parametrize("isa", CPU_ISAS)
+def test_the_kernels_keep_to_the_instruction_set_that_is_asked_for(
+    isa: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        loaded_from(write_tiny_gguf(tmp_path, "Q4_1"), max_cpu_isa=isa)
+    [used] = re.findall(r"CPU kernels: (\w+), 1 thread\b", caplog.text)
+    best = Library().variant
+    assert used == min(isa, best, key=CPU_ISAS.index)
 
 
 def loaded_from(folder: Path, **given: Any) -> Loaded:
