@@ -15,7 +15,7 @@ struct RowTiles {
   static constexpr int kTileRows = kAmxTiles * kAmxRows, kTileStep = kAmxRows;
   const AmxTiles tiles{{64, 64, 32, 64, 32}, {16, 16, 16, 8, 16}};
 #else
-  static constexpr int kTileRows = kFloatPanels * kSums, kTileStep = 1;
+  static constexpr int kTileRows = 48, kTileStep = 1;
 #endif
 };
 constexpr int kTileRows = RowTiles::kTileRows;
@@ -34,13 +34,16 @@ struct Panels {
   int numbers[kFloatPanels];
 };
 
-// How many of the panels of `count` matrices a tile takes.
-inline int panels_at_once(const Matrix* parts, int count) {
+// How many of the panels of `count` matrices a tile takes. Each is a stream from memory, of which one alone is slow; where
+// sums are few, many rows would rather have them.
+inline int panels_at_once(const Matrix* parts, int count, int64_t rows) {
+  constexpr int64_t kManyRows = 16, kFewRows = 3;
+  const int64_t tall = rows > kManyRows ? kFloatRows : std::min(rows, kFewRows);
   const int32_t format = parts[0].format;
   const bool alike = std::all_of(parts, parts + count, [&](const Matrix& part) {
     return part.format == format && part.apart == parts[0].apart && std::equal(part.breaks, part.breaks + 3, parts[0].breaks);
   });
-  return alike && format != kInt8 && format != kInt4 ? kFloatPanels : 1;
+  return alike && format != kInt8 && format != kInt4 ? std::min<int>(kFloatPanels, kAllSums / tall) : 1;
 }
 
 template <int P = kFloatPanels, int R = kFloatRows>
@@ -53,10 +56,12 @@ void low_float_tile(
   if constexpr (R > 1) {
     if (rows < R) return low_float_tile<P, R - 1>(format, wide, rows, panels, ahead, a, columns, count, first, out);
   }
-  constexpr int64_t kStride = kTileRows * kPanel;
-  if (format == kFloat32) return float_tile<P, R, float>(panels, ahead, a, columns, count, first, out, kStride);
-  if (format == kBFloat16) return float_tile<P, R, Brain>(panels, ahead, a, columns, count, first, out, kStride);
-  float_tile<P, R, uint16_t>(panels, ahead, a, columns, count, first, out, kStride);
+  if constexpr (P * R <= kAllSums) {
+    constexpr int64_t kStride = kTileRows * kPanel;
+    if (format == kFloat32) return float_tile<P, R, float>(panels, ahead, a, columns, count, first, out, kStride);
+    if (format == kBFloat16) return float_tile<P, R, Brain>(panels, ahead, a, columns, count, first, out, kStride);
+    float_tile<P, R, uint16_t>(panels, ahead, a, columns, count, first, out, kStride);
+  }
 }
 
 // out [panels, kTileRows, 16] of one run of columns of panels of floats. Some columns at a time: those stay in the nearest
@@ -66,7 +71,7 @@ inline void run_floats(
     const Panels& panels, const Activations& a, int64_t row, int rows, int64_t begin, int64_t count, float* out) {
   const Matrix& matrix = *panels.matrices[0];
   const int64_t bytes = matrix.panel_bytes(), column_bytes = bytes / matrix.columns;
-  const int tiles = (rows + kFloatRows - 1) / kFloatRows;
+  const int most = std::min(kFloatRows, kAllSums / panels.count), tiles = (rows + most - 1) / most;
   for (int64_t k = begin, some; k < begin + count; k += some) {
     some = std::min(kFloatRun, begin + count - k);
     const uint8_t* w[kFloatPanels];
@@ -79,7 +84,7 @@ inline void run_floats(
       ahead = panels.next ? Ahead{panels.next * bytes - k * column_bytes, ahead.column_bytes} : Ahead{0, 0};
     }
     for (int done = 0; done < rows;) {
-      const int tall = even_part(rows - done, kFloatRows);
+      const int tall = even_part(rows - done, most);
       const float* const x = a.floats + (row + done) * matrix.columns + k;
       low_float_tile(
           matrix.format, panels.count, tall, w, ahead, x, matrix.columns, some, k == begin, out + done * kPanel);
@@ -255,7 +260,7 @@ inline void multiply(const Activations& a, const Matrix* parts, int count, const
     units += parts[i].panel_count();
     stride += parts[i].rows;
   }
-  each_tile<RowTiles>(rows, units, panels_at_once(parts, count), [&](Units found, int64_t row, int tall) {
+  each_tile<RowTiles>(rows, units, panels_at_once(parts, count, rows), [&](Units found, int64_t row, int tall) {
     Panels panels{found.count, found.more ? found.count : 0, {}, {}};
     int64_t columns[kFloatPanels];  // of the result, where the panels' rows begin
     const Matrix* matrix = parts;
@@ -303,7 +308,7 @@ inline void mlp_of_rows(
   float* const floats = values.data();
   b.floats = floats;
   // A group of the columns between is made, and rounded, where its sums are.
-  const int at_once = panels_at_once(gate_up, 2);
+  const int at_once = panels_at_once(gate_up, 2, rows);
   each_tile<RowTiles>(rows, static_cast<int>((stride + kGroup - 1) / kGroup), 1, [&](Units found, int64_t row, int tall) {
     const int unit = found.first;
     alignas(64) PanelSums sums[4];  // of a panel or two of gate, then of up

@@ -21,7 +21,7 @@
 namespace headrace::VARIANT {
 
 constexpr int64_t kFloatRun = 128;  // columns summed before they are added to the total: sums of sums round less
-constexpr int kFloatRows = 6, kFloatPanels = kAllSums / kFloatRows;  // of a tile of floats
+constexpr int kFloatRows = 6, kFloatPanels = 4;  // of a tile of floats, at most; rows times panels are no more than kAllSums
 
 constexpr int64_t kStreamAhead = 512;  // bytes of a panel that is read once: the CPU's own reading ahead goes on from there
 
@@ -40,11 +40,21 @@ inline void float_tile(
   F16 c[P][R];
   UNROLL for (int p = 0; p < P; ++p) UNROLL for (int r = 0; r < R; ++r) c[p][r] = zero16();
   const auto add_column = [&](int64_t k) {
-    F16 weights[P];
-    UNROLL for (int p = 0; p < P; ++p) weights[p] = load16(reinterpret_cast<const W*>(panels[p]) + k * kPanel);
-    UNROLL for (int r = 0; r < R; ++r) {
-      const F16 x = all16(a[r * columns + k]);
-      UNROLL for (int p = 0; p < P; ++p) c[p][r] = fma(x, weights[p], c[p][r]);
+    const auto weights_of = [&](int p) { return load16(reinterpret_cast<const W*>(panels[p]) + k * kPanel); };
+    if constexpr (P < R) {  // of the two, what is less stays in registers
+      F16 weights[P];
+      UNROLL for (int p = 0; p < P; ++p) weights[p] = weights_of(p);
+      UNROLL for (int r = 0; r < R; ++r) {
+        const F16 x = all16(a[r * columns + k]);
+        UNROLL for (int p = 0; p < P; ++p) c[p][r] = fma(x, weights[p], c[p][r]);
+      }
+    } else {
+      F16 x[R];
+      UNROLL for (int r = 0; r < R; ++r) x[r] = all16(a[r * columns + k]);
+      UNROLL for (int p = 0; p < P; ++p) {
+        const F16 weights = weights_of(p);
+        UNROLL for (int r = 0; r < R; ++r) c[p][r] = fma(x[r], weights, c[p][r]);
+      }
     }
   };
   const auto read_ahead = [&](int64_t k) {
