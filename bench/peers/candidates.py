@@ -24,9 +24,6 @@ SEQUENCES = 32
 SEQUENCE_TOKENS = 2048  # of each, where a server wants to know; its attention is faster over caches of their own
 _WRAPPED = "HTTP added by the benchmark"
 _BF16 = {"avx512_bf16", "amx_bf16"}  # flags of CPUs with arithmetic in bfloat16
-_AVX2 = {  # what libraries of theirs are told with
-    "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "CT2_FORCE_CPU_ISA": "AVX2",
-}
 _TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 
 
@@ -37,7 +34,7 @@ class Candidate:
     name: str
     peer: str
     weights: str
-    prepare: Callable[[Models, bool], Start]  # installs and converts what it needs; for AVX2 or not; raises Unavailable
+    prepare: Callable[[Models, bool], Start]  # installs and converts what it needs, for AVX2 or not; raises Unavailable
     note: str = ""
     ignore_eos: bool = True  # it understands `ignore_eos`, or never ends before the given length
 
@@ -45,6 +42,21 @@ class Candidate:
     def exact(self) -> bool:
         """Computes in float32 with unquantized weights."""
         return self.weights == "float32"
+
+    def start(self, models: Models, avx2: bool) -> Start:
+        """How it is started, everything that it needs being there.
+
+        Args:
+            avx2: it is to believe that its CPU has no wider instructions.
+
+        Raises:
+            Unavailable: something that it needs cannot be had.
+        """
+        start = self.prepare(models, avx2)
+        if not avx2:
+            return start
+        others = [start.env["LD_PRELOAD"]] if start.env.get("LD_PRELOAD") else []
+        return replace(start, env=start.env | {"LD_PRELOAD": ":".join([str(environments.ensure_avx2_only()), *others])})
 
 
 def threads() -> int:
@@ -74,28 +86,27 @@ def _openvino(name: str, form: str, weights: str) -> Candidate:
             raise Unavailable("AVX2 has no arithmetic in bfloat16")
         if weights == "bf16" and not _BF16 & cpu_flags(Path("/proc/cpuinfo").read_text("utf-8")):
             raise Unavailable("this CPU has no arithmetic in bfloat16")
-        start = _wrapped(environments.ensure("openvino").python, "openvino_genai_server", models.openvino(form), models, avx2)
+        start = _wrapped(environments.ensure("openvino").python, "openvino_genai_server", models.openvino(form), models)
         return start if weights == "bf16" else replace(start, argv=(*start.argv, "--precision", "f32"))
 
     return Candidate(f"OpenVINO GenAI {name}", "openvino", weights, prepare, _WRAPPED)
 
 
-def _ctranslate2(models: Models, avx2: bool) -> Start:
-    return _wrapped(environments.ensure("ctranslate2").python, "ctranslate2_server", models.ctranslate2(), models, avx2)
+def _ctranslate2(models: Models, _: bool) -> Start:
+    return _wrapped(environments.ensure("ctranslate2").python, "ctranslate2_server", models.ctranslate2(), models)
 
 
-def _transformers(models: Models, avx2: bool) -> Start:
-    start = _wrapped(environments.ensure("transformers").python, "transformers_server", models.safetensors(), models, avx2)
-    passive = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin starve the HTTP server and the client
-    return replace(start, env=start.env | passive)
+def _transformers(models: Models, _: bool) -> Start:
+    start = _wrapped(environments.ensure("transformers").python, "transformers_server", models.safetensors(), models)
+    return replace(start, env={"OMP_WAIT_POLICY": "PASSIVE"})  # threads that spin starve the HTTP server and the client
 
 
-def _wrapped(python: Path, module: str, model: Path, models: Models, avx2: bool) -> Start:
+def _wrapped(python: Path, module: str, model: Path, models: Models) -> Start:
     """An engine behind the benchmark's own small HTTP server."""
     return Start((
         str(python), "-m", f"bench.peers.serving.{module}", "--model", str(model), "--tokenizer", str(models.source),
         "--port", "{port}", "--threads", str(threads()),
-    ), _AVX2 if avx2 else {})
+    ))
 
 
 def _name_vllm(folder: Path) -> None:
@@ -109,9 +120,7 @@ def _name_vllm(folder: Path) -> None:
         metadata.write_text(text.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1), "utf-8")
 
 
-def _vllm(models: Models, avx2: bool) -> Start:
-    if avx2 and "avx512f" in cpu_flags(Path("/proc/cpuinfo").read_text("utf-8")):
-        raise Unavailable("its kernels cannot be kept from AVX-512")
+def _vllm(models: Models, _: bool) -> Start:
     environment = environments.ensure("vllm", _name_vllm)
     preload = [str(path) for path in (_TCMALLOC, environment.folder / "lib/libiomp5.so") if path.exists()]
     env = {

@@ -87,7 +87,7 @@ def install(peers: Sequence[Candidate], avx2: bool) -> int:
         say(f"no plot: {error}")
     for peer in peers:
         try:
-            peer.prepare(models, avx2)
+            peer.start(models, avx2)
             print(f"{peer.name}: ready")
         except Unavailable as error:
             print(f"{peer.name}: not available: {error}")

@@ -101,7 +101,7 @@ def _start(
     for peer in peers:  # all that has to be installed is, before the first server starts
         if peer.name in wanted:
             with _recorded(contest, peer.name):
-                starts[peer] = peer.prepare(models, avx2)
+                starts[peer] = peer.start(models, avx2)
     running = {name: _start_own(contest, stack, name, avx2) for name in _FLAGS if name in wanted}
     for peer, start in starts.items():
         with _recorded(contest, peer.name):

@@ -117,6 +117,22 @@ def ensure_llama_server(source: str, avx2: bool) -> Environment:
     return Environment(folder)
 
 
+def ensure_avx2_only() -> Path:
+    """The library for LD_PRELOAD that hides wider instructions than AVX2's from a process.
+
+    Raises:
+        Unavailable: there is no compiler, or it fails.
+    """
+    source = Path(__file__).with_name("avx2_only.c")
+    library = peers_cache() / f"{key('avx2_only', source.read_text('utf-8'))}.so"
+    with locked(library.with_suffix(".lock"), say):
+        if not library.exists():
+            made = library.with_suffix(".new")
+            run_bounded(("cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(made)), INSTALL_SECONDS)
+            made.rename(library)
+    return library
+
+
 def _build_llama_server(folder: Path, source: str, options: Sequence[str]) -> None:
     tree = folder / "source"
     tree.mkdir()

@@ -1,0 +1,68 @@
+// A library for LD_PRELOAD under which a process believes that its CPU has no vector instructions beyond AVX2 and FMA.
+//
+// Linux can make the instruction CPUID fault (arch_prctl(2), ARCH_CPUID), which threads and forked processes inherit. The
+// handler answers in its place, with those features left out. Code that was compiled for a fixed CPU is not affected.
+#define _GNU_SOURCE
+#include <cpuid.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+enum { ARCH_CPUID = 0x1012, LEAF_FEATURES = 7 };
+
+static long allow_cpuid(int allowed) { return syscall(SYS_arch_prctl, ARCH_CPUID, allowed); }
+
+static unsigned bits(const int* numbers, int count) {
+  unsigned mask = 0;
+  for (int i = 0; i < count; ++i) mask |= 1u << numbers[i];
+  return mask;
+}
+
+// Intel SDM, volume 2, CPUID, leaf 07H.
+static void leave_out(unsigned subleaf, unsigned* eax, unsigned* ebx, unsigned* ecx, unsigned* edx) {
+  static const int in_ebx[] = {16, 17, 21, 26, 27, 28, 30, 31};  // AVX512 F, DQ, IFMA, PF, ER, CD, BW, VL
+  static const int in_ecx[] = {1, 6, 11, 12, 14};                // AVX512 VBMI, VBMI2, VNNI, BITALG, VPOPCNTDQ
+  static const int in_edx[] = {2, 3, 8, 22, 23, 24, 25};         // AVX512 4VNNIW, 4FMAPS, VP2INTERSECT, FP16; AMX BF16, TILE, INT8
+  if (subleaf == 0) {
+    *ebx &= ~bits(in_ebx, sizeof in_ebx / sizeof *in_ebx);
+    *ecx &= ~bits(in_ecx, sizeof in_ecx / sizeof *in_ecx);
+    *edx &= ~bits(in_edx, sizeof in_edx / sizeof *in_edx);
+  } else {
+    *eax = *ebx = *ecx = *edx = 0;  // AVX-VNNI, AVX512 BF16, AMX FP16 and later
+  }
+}
+
+static void on_fault(int number, siginfo_t* info, void* context) {
+  (void)info;
+  greg_t* registers = ((ucontext_t*)context)->uc_mcontext.gregs;
+  const unsigned char* code = (const unsigned char*)registers[REG_RIP];
+  if (code[0] != 0x0f || code[1] != 0xa2) {  // not CPUID: a fault of the program's own, which comes again
+    signal(number, SIG_DFL);
+    return;
+  }
+  const unsigned leaf = (unsigned)registers[REG_RAX], subleaf = (unsigned)registers[REG_RCX];
+  unsigned eax, ebx, ecx, edx;
+  allow_cpuid(1);
+  __cpuid_count(leaf, subleaf, eax, ebx, ecx, edx);
+  allow_cpuid(0);
+  if (leaf == LEAF_FEATURES) leave_out(subleaf, &eax, &ebx, &ecx, &edx);
+  registers[REG_RAX] = eax;
+  registers[REG_RBX] = ebx;
+  registers[REG_RCX] = ecx;
+  registers[REG_RDX] = edx;
+  registers[REG_RIP] += 2;
+}
+
+__attribute__((constructor)) static void begin(void) {
+  struct sigaction action;
+  memset(&action, 0, sizeof action);
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
+  if (sigaction(SIGSEGV, &action, NULL) != 0 || allow_cpuid(0) != 0) {
+    static const char message[] = "error: this kernel or CPU cannot hide instruction sets from a process\n";
+    (void)!write(2, message, sizeof message - 1);
+    _exit(1);
+  }
+}
