@@ -1,11 +1,12 @@
 // A library for LD_PRELOAD under which a process believes that its CPU has no vector instructions beyond AVX2 and FMA.
 //
 // Linux can make the instruction CPUID fault (arch_prctl(2), ARCH_CPUID), which threads and forked processes inherit. The
-// handler answers in its place, with those features left out. Code that was compiled for a fixed CPU is not affected.
+// handler answers in its place, with those features left out; nobody else gets that signal. Code that was compiled for a
+// fixed CPU is not affected.
 #define _GNU_SOURCE
 #include <cpuid.h>
+#include <dlfcn.h>
 #include <signal.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -13,6 +14,17 @@
 enum { ARCH_CPUID = 0x1012, LEAF_FEATURES = 7 };
 
 static long allow_cpuid(int allowed) { return syscall(SYS_arch_prctl, ARCH_CPUID, allowed); }
+
+typedef int SetAction(int, const struct sigaction*, struct sigaction*);
+
+static int set_action(int number, const struct sigaction* action, struct sigaction* before) {
+  return ((SetAction*)dlsym(RTLD_NEXT, "sigaction"))(number, action, before);
+}
+
+// Instead of the C library's: a process that would catch SIGSEGV itself, to say where it ended, does not.
+int sigaction(int number, const struct sigaction* action, struct sigaction* before) {
+  return set_action(number, number == SIGSEGV ? NULL : action, before);
+}
 
 static unsigned bits(const int* numbers, int count) {
   unsigned mask = 0;
@@ -39,7 +51,8 @@ static void on_fault(int number, siginfo_t* info, void* context) {
   greg_t* registers = ((ucontext_t*)context)->uc_mcontext.gregs;
   const unsigned char* code = (const unsigned char*)registers[REG_RIP];
   if (code[0] != 0x0f || code[1] != 0xa2) {  // not CPUID: a fault of the program's own, which comes again
-    signal(number, SIG_DFL);
+    const struct sigaction plain = {.sa_handler = SIG_DFL};
+    set_action(number, &plain, NULL);
     return;
   }
   const unsigned leaf = (unsigned)registers[REG_RAX], subleaf = (unsigned)registers[REG_RCX];
@@ -56,11 +69,8 @@ static void on_fault(int number, siginfo_t* info, void* context) {
 }
 
 __attribute__((constructor)) static void begin(void) {
-  struct sigaction action;
-  memset(&action, 0, sizeof action);
-  action.sa_sigaction = on_fault;
-  action.sa_flags = SA_SIGINFO | SA_NODEFER;
-  if (sigaction(SIGSEGV, &action, NULL) != 0 || allow_cpuid(0) != 0) {
+  const struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_NODEFER};
+  if (set_action(SIGSEGV, &action, NULL) != 0 || allow_cpuid(0) != 0) {
     static const char message[] = "error: this kernel or CPU cannot hide instruction sets from a process\n";
     (void)!write(2, message, sizeof message - 1);
     _exit(1);

@@ -71,8 +71,9 @@ def test_a_process_sees_no_wider_instructions(monkeypatch: pytest.MonkeyPatch, t
     env = environments.own_environment({"LD_PRELOAD": str(environments.ensure_avx2_only())})
     ask = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     threads = f"import threading; t = threading.Thread(target=exec, args=({ask!r},)); t.start(); t.join()"
+    handlers = f"import faulthandler; faulthandler.enable(); {ask}"
     children = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ask!r}])"
-    for code in (threads, children):
+    for code in (threads, handlers, children):
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert done.stdout == "AVX2\n"
     fault = subprocess.run([sys.executable, "-c", "import ctypes; ctypes.string_at(0)"], env=env, check=False)
