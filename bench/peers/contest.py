@@ -27,6 +27,7 @@ from headrace._common.tokenizing import Tokenizer
 from tests.processes import Service
 
 WARM_UP = Workload("warm-up", 8, 32, 8)
+QUIET_SECONDS, QUIET_WINDOW, QUIET_PERCENT = 10.0, 0.25, 6.0  # at most so long; of all cores, over so many seconds
 SAMPLE_PROMPT, SAMPLE_TOKENS = "The capital of France is", 16
 _FLAGS = {
     HEADRACE: ("--threads", str(threads())),
@@ -154,6 +155,7 @@ def _start_peer(contest: Contest, stack: contextlib.ExitStack, peer: Candidate, 
 
 def _measure(contest: Contest, contestant: Contestant, workload: Workload, prompts: Sequence[list[int]]) -> Rates | None:
     """One measurement; None if it does not count."""
+    wait_until_quiet()
     busy = busy_process() if contestant.name == BUSY else contextlib.nullcontext()
     before = _cpu(contestant.pid)
     began = time.monotonic()
@@ -174,6 +176,13 @@ def _measure(contest: Contest, contestant: Contestant, workload: Workload, promp
     decode = f", decode {found.decode:.1f}" if found.decode else ""
     say(f"  {contestant.name}: {shown:.1f} tokens/s{decode} (other processes: {others:.2f} cores)")
     return found
+
+
+def wait_until_quiet() -> None:
+    """Wait until next to nothing uses the CPU: some servers' threads spin for a second after their last request."""
+    deadline = time.monotonic() + QUIET_SECONDS
+    while psutil.cpu_percent(QUIET_WINDOW) > QUIET_PERCENT and time.monotonic() < deadline:
+        pass
 
 
 def _cpu(pid: int) -> tuple[float, float]:

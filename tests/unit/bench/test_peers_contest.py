@@ -85,3 +85,13 @@ def test_another_process_is_busy_only_meanwhile() -> None:
     with contest.busy_process():
         assert len(psutil.Process().children()) == before + 1
     assert len(psutil.Process().children()) == before
+
+
+def test_a_measurement_waits_for_what_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = iter([50.0, 9.0, 0.5])
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: next(shares))
+    contest.wait_until_quiet()
+    assert list(shares) == []
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 90.0)
+    monkeypatch.setattr(contest, "QUIET_SECONDS", 0.0)
+    contest.wait_until_quiet()  # not for ever
