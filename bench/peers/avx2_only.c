@@ -1,8 +1,8 @@
 // A library for LD_PRELOAD under which a process believes that its CPU has no vector instructions beyond AVX2 and FMA.
 //
 // Linux can make the instruction CPUID fault (arch_prctl(2), ARCH_CPUID), which threads and forked processes inherit. The
-// handler answers in its place, with those features left out; nobody else gets that signal. Code that was compiled for a
-// fixed CPU is not affected.
+// handler answers in its place, with those features left out; sigaction(2) gives nobody else that signal. Code that was
+// compiled for a fixed CPU is not affected.
 #define _GNU_SOURCE
 #include <cpuid.h>
 #include <dlfcn.h>
